@@ -268,20 +268,26 @@ Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& pl
 // Turns planes of sequences into planes of pages.
 void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& params) {
   const Subject subject{args.where, "page_table"};
-  const auto has_own_scales = [](const FormatFields& format) {
-    const auto granularity = static_cast<Granularity>(format.granularity);
-    return granularity != Granularity::tensor && granularity != Granularity::channel;
+  const auto has = [&layout](Granularity granularity) {
+    return layout.key.granularity == static_cast<int64_t>(granularity) ||
+           layout.value.granularity == static_cast<int64_t>(granularity);
   };
-  KVQ_CHECK(!params.is_ring && params.sink_length + params.residual_length == 0 && has_own_scales(layout.key) &&
-                has_own_scales(layout.value),
-            subject, "be None for this layout, got a tensor: rings, dense windows and the granularities tensor and ",
-            "channel have no pages.");
+  KVQ_CHECK(!params.is_ring && params.sink_length + params.residual_length == 0 && !has(Granularity::tensor), subject,
+            "be None for this layout, got a tensor: rings, dense windows and granularity tensor have no pages.");
   params.num_pages = params.batch, params.page_rows = params.capacity;
   KVQ_CHECK(params.num_pages > 0 && params.page_rows > 0, subject, "be None for planes without rows, got a tensor.");
-  const Tensor& codes = args.key_planes[0];
-  params.page_table = array<const int32_t>(subject, args.page_table, codes, {kAny, kAny}, "");
-  params.batch = to_int(args.where, "batch", args.page_table->size(0));
-  params.capacity = to_int(args.where, "capacity", args.page_table->size(1) * params.page_rows);
+  const Tensor& table = *args.page_table;
+  check(subject, table, args.key_planes[0], ScalarType::Int, {kAny, kAny}, "");
+  check_rows(subject, table);
+  const int num_tails = has(Granularity::channel);
+  KVQ_CHECK(table.size(1) >= num_tails, subject, "begin with the pages of tails for this layout, got ",
+            shape_of(table), ".");
+  const auto* const pages = static_cast<const int32_t*>(table.const_data_ptr());
+  params.page_table = pages + num_tails;
+  params.tail_pages = num_tails > 0 ? pages : nullptr;
+  params.page_table_stride = to_int(args.where, "page_table", table.stride(0));
+  params.batch = to_int(args.where, "batch", table.size(0));
+  params.capacity = to_int(args.where, "capacity", (table.size(1) - num_tails) * params.page_rows);
 }
 
 // The numbers of a plan are on the GPU, so the kernel checks them.
@@ -338,7 +344,9 @@ void check_memory(const CacheArgs& args, const Tensor* query, const AppendParams
     memories[count++] = {{args.where, name, part}, memory};
   };
   const auto add_planes = [&](const char* name, const std::vector<Tensor>& planes, const Side& side) {
-    for (size_t i = 0; i < planes.size(); ++i) {
+    // The tail of a sequence fills a page of its own, so as a plane of all pages it lies over the other planes.
+    const bool has_tail_pages = params.tail_pages != nullptr && side.has_channel_scales;
+    for (size_t i = 0; i + has_tail_pages < planes.size(); ++i) {
       add(name, part_of(side, i), planes[i].const_data_ptr());
       KVQ_CHECK(!has_overlap(planes[i]), memories[count - 1].first,
                 "have memory of its own for each element, got strides that share it. Call .clone().");
@@ -546,7 +554,11 @@ void check_numbers(const char* where, const CacheParams& params) {
     KVQ_CHECK(params.starts == nullptr || params.starts[b] >= 0, Subject{where, "starts"}, "not be negative, got ",
               params.starts[b], " for sequence ", b, ".");
     if (params.page_table == nullptr) continue;
-    const int32_t* pages = params.page_table + static_cast<int64_t>(b) * (params.capacity / params.page_rows);
+    const int tail_page = tail_slot_of(params, b);
+    KVQ_CHECK(params.tail_pages == nullptr || length == 0 || (tail_page >= 0 && tail_page < params.num_pages),
+              Subject{where, "page_table"}, "begin with a page from 0 to ", params.num_pages - 1, " for the tail, got ",
+              tail_page, " for sequence ", b, ".");
+    const int32_t* pages = params.page_table + static_cast<int64_t>(b) * params.page_table_stride;
     for (int i = 0; i < length; i += params.page_rows, ++pages) {
       KVQ_CHECK(*pages >= 0 && *pages < params.num_pages, Subject{where, "page_table"}, "have a page from 0 to ",
                 params.num_pages - 1, " for every token held, got ", *pages, " for token ", i, " of sequence ", b, ".");

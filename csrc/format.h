@@ -17,7 +17,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 12;
+constexpr int kOpsVersion = 13;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
@@ -187,9 +187,13 @@ struct CacheParams {
   int residual_length;         // newest tokens that attention reads from the tails; 0: none
   bool is_ring;                // see row_of
   // [batch, capacity / page_rows], the page of each page_rows tokens of a sequence; nullptr: sequences have their own
-  // rows. With it, the first axis of the planes is that of the pages, and there are no rings, tails or frozen scales.
+  // rows. With it, the first axis of the planes is that of the pages, and there are no rings, dense windows or frozen
+  // scales.
   const int32_t* page_table;
+  int page_table_stride;     // from one sequence to the next
   int page_rows, num_pages;  // page_rows is a multiple of kBlockSize
+  // [batch], strides of the page table: the page whose tail is that of a sequence; nullptr: sequence b has tail b.
+  const int32_t* tail_pages;
 };
 
 // Where a token is in the planes: the index of their first axis, and the row.
@@ -199,8 +203,14 @@ struct Place {
 
 inline Place place_of(const CacheParams& params, int b, int token) {
   if (params.page_table == nullptr) return {b, row_of(token, params.capacity, params.is_ring)};
-  const int number = token / params.page_rows, num_pages = params.capacity / params.page_rows;
-  return {params.page_table[static_cast<int64_t>(b) * num_pages + number], token - number * params.page_rows};
+  const int number = token / params.page_rows;
+  const int32_t* const pages = params.page_table + static_cast<int64_t>(b) * params.page_table_stride;
+  return {pages[number], token - number * params.page_rows};
+}
+
+// The index of a sequence's tail in the first axis of a tail plane.
+inline int tail_slot_of(const CacheParams& params, int b) {
+  return params.tail_pages == nullptr ? b : params.tail_pages[static_cast<int64_t>(b) * params.page_table_stride];
 }
 
 // New tokens of one layer, written at positions lengths - q_len ... lengths - 1. `starts` is used for tails only.

@@ -220,16 +220,20 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
         SystemExit: The result is not that of the reference.
     """
     formats = PRESETS[preset]
-    layout, num_sets, tokens = KVLayout(*formats), sets_needed(bytes_held(shape, formats)), shape.lengths()
+    layout, num_sets, tokens = KVLayout(*formats), sets_needed(bytes_held(shape, formats)), lengths_held(shape, formats)
     page = PageLayout(layout, shape.num_kv_heads, (shape.head_dim, shape.head_dim), DTYPE, PAGE_SIZE)
-    num_pages = -(-shape.capacity // PAGE_SIZE)
+    num_pages = -(-shape.capacity // PAGE_SIZE) + page.has_tail
     num_bytes = shape.batch * num_pages * page.num_bytes
     memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_sets)]
     sets = [page.planes(memory, 0, page.num_bytes) for memory in memories]
+    table = torch.randperm(shape.batch * num_pages, device=DEVICE).view(shape.batch, num_pages).int()
+    tail_pages, token_pages = reference.split_tails(table, page.has_tail)
     for sides in sets:
         for planes, kv_format in zip(sides, formats, strict=True):
-            filled(planes, kv_format)
-    table = torch.randperm(shape.batch * num_pages, device=DEVICE).view(shape.batch, num_pages).int()
+            filled(dataclasses.replace(planes, tail=None), kv_format)
+        tail = sides[0].tail  # last, since it shares its pages with planes that nobody reads there
+        if tail is not None and tail_pages is not None:
+            tail[tail_pages.long()] = torch.randn_like(tail[: shape.batch])
     lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
     num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
     plan = ops.split_plan(lengths, num_slots) if shape.batch > 1 else None
@@ -244,7 +248,10 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
         return ops.decode(query, new, *sets[i], lengths, layout, **options)[0]
 
     out = run(0)
-    gathered = [reference.gather_pages(planes, table) for planes in sets[0]]
+    gathered = [
+        reference.gather_pages(planes, token_pages, tail_pages, kv_format.block_size)
+        for planes, kv_format in zip(sets[0], formats, strict=True)
+    ]
     error, bound = check(out, query, (gathered[0], gathered[1]), formats, tokens, transforms[0])
     if not error <= bound:
         raise SystemExit(
@@ -265,7 +272,7 @@ def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays:
     if others:
         row["plain"] = others[0]
         row["single"] = {names[0]: single for names, single in zip(singles, others[1:], strict=True)}
-    if shape in map(CASES.get, PAGED_CASES) and PRESETS[preset][0].block_size is None:
+    if shape in map(CASES.get, PAGED_CASES):
         timing, planning, error = time_pages(shape, preset, without_factors(meant), replays)
         row["pages"] = {
             **figures(timing, bytes_held(shape, PRESETS[preset]), bandwidth),

@@ -6,8 +6,8 @@ A page marks the place of a part with `<!-- begin: NAME -->` and `<!-- end -->`;
 test renders every page again and compares, so every number on a page comes from a results file. A picture is compared
 by the numbers in its description, since its bytes depend on the version of matplotlib (`pip install matplotlib`, needed
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
-many new tokens, `render_batching.py` that of many requests, `render_families.py` that of model families. The other
-scripts of this folder and `hf_kvquant/evaluation/` measure.
+many new tokens, `render_batching.py` that of many requests, `render_parallel.py` that of several GPUs,
+`render_families.py` that of model families. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import render_batching
 import render_chunks
 import render_families
 import render_generate
+import render_parallel
 
 from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.common.tables import scientific
@@ -40,7 +41,7 @@ MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families")
 # Parts of the same names are made from these where they exist.
-OPTIONAL_FILES = ("chunks", "scenarios", "batching")
+OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel")
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
@@ -90,6 +91,9 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     if "batching" in results:
         batching = results["batching"]
         paragraphs["batching"] = [render_batching.throughput_table(batching), render_batching.caption(batching)]
+    if "parallel" in results:
+        parallel = results["parallel"]
+        paragraphs["parallel"] = [render_parallel.step_table(parallel), render_parallel.caption(parallel)]
     if "scenarios" in results:
         scenarios = results["scenarios"]
         paragraphs["scenarios"] = [

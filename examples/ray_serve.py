@@ -79,8 +79,8 @@ class Rank:
         generation = GenerationConfig(do_sample=False, eos_token_id=model.generation_config.eos_token_id)
         self.manager = model.init_continuous_batching(generation, batching)
         self.manager.warmup()
-        pages = self.manager.batch_processor.cache.num_blocks
-        self.room = min(pages * batching.page_size, model.config.get_text_config().max_position_embeddings)
+        room = self.manager.batch_processor.cache.room
+        self.room = min(room, model.config.get_text_config().max_position_embeddings)
         self.manager.start()
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ class KVQuantConfig(Formats):
         max_cache_len: Tokens that a static cache holds; implies `static`. `None` uses what `generate` needs, rounded
             up, or the size of the buffers of an earlier call.
         capture: Whether `generate` of a patched model records the decode step as a CUDA graph without compiling it.
-            Ready at once; for one GPU. Implies `static`.
+            Ready at once; on one GPU, or on the ranks of tensor parallelism. Implies `static`.
         offloading: Whether the codes of a growing cache are kept in CPU memory. Each GPU holds those of two layers: the
             one that attends and the next one, which is being fetched. See `offloading.py`.
 

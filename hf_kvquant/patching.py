@@ -60,7 +60,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     Example:
         >>> hf_kvquant.patch(model, "int4")
         >>> model.generate(**inputs, max_new_tokens=100)
-        >>> hf_kvquant.patch(model, {"preset": "int4", "capture": True})  # decode steps as CUDA graphs, on one GPU
+        >>> hf_kvquant.patch(model, {"preset": "int4", "capture": True})  # decode steps as CUDA graphs
     """
     config = KVQuantConfig.resolve(preset_or_config)
     check_patchable(model, config)

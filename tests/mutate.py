@@ -619,8 +619,8 @@ MUTATIONS = [
             "adapters",
         ),
         (
-            "            yield from plain_tensors(getattr(tensor, name))",
-            "            break",
+            "                yield from plain_tensors(part)",
+            "                pass",
             "codes of quantised weights are not hashed",
             "quantized_weights",
         ),

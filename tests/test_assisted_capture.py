@@ -14,6 +14,7 @@ from test_capture import Recorded, Recorder, runners  # noqa: F401
 from torch import Tensor
 
 from hf_kvquant import KVQuantCache, patched
+from hf_kvquant.generate import hook
 from hf_kvquant.graphs import assisted, capture
 from hf_kvquant.state import Captures, notes_on
 
@@ -27,6 +28,7 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what tak
 def _logs_say_everything_again() -> None:
     assisted._log_uncaptured.cache_clear()
     capture._log_proposals_uncaptured.cache_clear()
+    hook._log_growing.cache_clear()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ if HAS_PAGES:
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
 REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
-PRESETS = ["int8", "k8v4", "int4", "int4-g32", "fp8", "none"]
+PRESETS = ["int8", "k8v4", "int4", "int4-g32", "int4-channel", "fp8", "none"]
 PAGE = 128
 # Of one token, shorter than the batch and longer, two alike.
 PROMPTS = [[5, 6, 7], [11], [4, 8] * 15, [5, 6, 7], [9, 3, 40, 41, 7, 8]]
@@ -151,9 +151,10 @@ def test_sliding_windows(name: str) -> None:
         assert batched(model, prompts[:1], max_batch_tokens=25) == expected[:1]
 
 
-def test_layers_may_have_formats_of_their_own() -> None:
-    """Their pages differ in size, and all get that of the largest."""
-    config = KVQuantConfig.from_preset("int4", layers={1: "none"})
+@pytest.mark.parametrize(("preset", "other"), [("int4", "none"), ("int4-channel", "int8")])
+def test_layers_may_have_formats_of_their_own(preset: str, other: str) -> None:
+    """Their pages differ in size, and all get that of the largest. Not all have a tail."""
+    config = KVQuantConfig.from_preset(preset, layers={1: other})
     with patched(models.llama(), config) as model:
         assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
 
@@ -171,11 +172,12 @@ def test_sinks_of_the_model_take_part() -> None:
         assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
 
 
-def test_sequences_of_several_pages() -> None:
+@pytest.mark.parametrize("preset", ["int8", "int4-channel"])
+def test_sequences_of_several_pages(preset: str) -> None:
     """Prompts that end before, at and behind the end of a page, and cross it while they grow."""
     prompts = [text(tokens, seed=tokens) for tokens in (PAGE - 3, PAGE, PAGE + 1, 2 * PAGE)]
-    with patched(long_llama(), "int8") as model:
-        assert batched(model, prompts, num_blocks=12, max_batch_tokens=4 * PAGE + 200) == [
+    with patched(long_llama(), preset) as model:
+        assert batched(model, prompts, num_blocks=16, max_batch_tokens=4 * PAGE + 200) == [
             alone(model, prompt) for prompt in prompts
         ]
 
@@ -186,7 +188,7 @@ def test_the_reference_model() -> None:
         assert batched(model, PROMPTS, 6) == [alone(model, prompt, 6) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4"])
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
 def test_a_prompt_in_chunks_is_that_of_generate_in_chunks(preset: str) -> None:
     """Both attend to raw keys in the first chunk, and to codes from the second on."""
     prompt = text(70)
@@ -211,23 +213,25 @@ def test_requests_that_starve_start_again(num_blocks: int) -> None:
         ]
 
 
-def test_requests_that_starve_wait_in_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int4", 4), ("int4-channel", 8)])
+def test_requests_that_starve_wait_in_cpu_memory(monkeypatch: pytest.MonkeyPatch, preset: str, num_blocks: int) -> None:
     """Their codes come back as they were."""
     empty = torch.empty
     # Pinned memory needs a GPU.
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
     prompts = [text(PAGE - 4 - i, seed=i) for i in range(4)]
-    with patched(long_llama(), "int4") as model:
-        assert batched(model, prompts, 12, num_blocks=4, max_batch_tokens=512, cpu_offload_space=0.01) == [
+    with patched(long_llama(), preset) as model:
+        assert batched(model, prompts, 12, num_blocks=num_blocks, max_batch_tokens=512, cpu_offload_space=0.01) == [
             alone(model, prompt, 12) for prompt in prompts
         ]
 
 
-def test_shared_prefixes_are_read_as_codes() -> None:
+@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
+def test_shared_prefixes_are_read_as_codes(preset: str) -> None:
     """As in `generate` whose first chunk is the shared page."""
     prefix = text(PAGE)
     first, second = [*prefix, 7, 8, 9], [*prefix, 20, 21]
-    with patched(long_llama(), "int4") as model:
+    with patched(long_llama(), preset) as model:
         with managed(model, max_batch_tokens=512) as manager:
             answered = answers(manager, [first]) + answers(manager, [second])
             assert len(manager.batch_processor.cache.allocator.ledger.hash_to_block) == 1
@@ -236,10 +240,11 @@ def test_shared_prefixes_are_read_as_codes() -> None:
         assert unshared == [alone(model, prompt) for prompt in (first, second)]
 
 
-def test_forks_go_on_from_the_prompt() -> None:
+@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
+def test_forks_go_on_from_the_prompt(preset: str) -> None:
     """transformers computes a prompt without its last token, copies or shares the pages, and goes on with each."""
     prompt = text(PAGE + 40)
-    with patched(long_llama(), "int4") as model:
+    with patched(long_llama(), preset) as model:
         outputs = model.generate_batch(
             [prompt, [5, 6, 7]],
             generation(8, num_return_sequences=3, do_sample=True, top_k=1),
@@ -296,7 +301,7 @@ class Steps:
 @contextlib.contextmanager
 def with_tables(model: Any, num_blocks: int) -> Iterator[Any]:
     """A manager whose decode steps read tables of transformers, as captured ones do, on any device."""
-    manager = model.init_continuous_batching(generation(10), settings())
+    manager = model.init_continuous_batching(generation(10), settings(num_blocks=16, max_batch_tokens=256))
     manager.continuous_batching_config.max_blocks_per_request = num_blocks
     manager.warmup()
     try:
@@ -306,7 +311,7 @@ def with_tables(model: Any, num_blocks: int) -> Iterator[Any]:
         manager.destroy()
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4"])
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
 def test_decode_steps_read_tables_of_transformers(preset: str) -> None:
     """All but that with a prompt of one token, which has no past."""
     with patched(models.llama(), preset) as model:
@@ -319,8 +324,9 @@ def test_decode_steps_read_tables_of_transformers(preset: str) -> None:
             assert (steps.decode, steps.other) == (18, 2)
 
 
-def test_requests_that_outgrow_the_tables_are_served_without() -> None:
-    with patched(long_llama(), "int8") as model:
+@pytest.mark.parametrize("preset", ["int8", "int4-channel"])
+def test_requests_that_outgrow_the_tables_are_served_without(preset: str) -> None:
+    with patched(long_llama(), preset) as model:
         prompts = [text(PAGE - 4), text(9)]
         expected = [alone(model, prompt) for prompt in prompts]
         with with_tables(model, num_blocks=1) as manager:
@@ -394,12 +400,13 @@ def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
-def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory() -> None:
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 7), ("int4-channel", 10)])
+def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory(preset: str, num_blocks: int) -> None:
     model = models.on("cuda", long_llama())
     prompts = [text(100, seed) for seed in range(6)]
-    with patched(model, "int8"):
+    with patched(model, preset):
         expected = [alone(model, prompt, 60) for prompt in prompts]
-        with managed(model, 60, num_blocks=7, max_batch_tokens=1024, cpu_offload_space=0.01) as manager:
+        with managed(model, 60, num_blocks=num_blocks, max_batch_tokens=1024, cpu_offload_space=0.01) as manager:
             assert answers(manager, prompts) == expected
 
 
@@ -421,11 +428,13 @@ def test_sampling_and_its_probabilities_are_those_of_transformers(options: dict[
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 2), ("int4-channel", 3)])
 @pytest.mark.parametrize("tokens", [0, 2 * PAGE + 1])
-def test_a_prompt_that_never_fits_gets_an_error_of_its_own(tokens: int) -> None:
-    with patched(long_llama(), "int8") as model:
+def test_a_prompt_that_never_fits_gets_an_error_of_its_own(tokens: int, preset: str, num_blocks: int) -> None:
+    """A tail takes a page of its own."""
+    with patched(long_llama(), preset) as model:
         expected = alone(model, PROMPTS[0])
-        with managed(model, num_blocks=2) as manager:
+        with managed(model, num_blocks=num_blocks) as manager:
             manager.start()
             bad, good = manager.add_request(text(tokens)), manager.add_request(PROMPTS[0])
             results = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in range(2))}
@@ -434,6 +443,26 @@ def test_a_prompt_that_never_fits_gets_an_error_of_its_own(tokens: int) -> None:
             )
             assert results[good].error is None and results[good].generated_tokens == expected
             assert answers(manager, [text(2 * PAGE - 20)])
+
+
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 2), ("int4-channel", 3)])
+def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: str, num_blocks: int) -> None:
+    """It has its tokens so far. Another that had to wait for its pages goes on."""
+    prompt = text(2 * PAGE - 20)
+    with patched(long_llama(), preset) as model:
+        expected = alone(model, prompt, 21)
+        other = alone(model, PROMPTS[0], 30)
+        with managed(model, num_blocks=num_blocks, max_batch_tokens=512) as manager:
+            manager.start()
+            names = manager.add_request(prompt, max_new_tokens=500), manager.add_request(PROMPTS[0], max_new_tokens=30)
+            results = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in names)}
+            outgrown, good = (results[name] for name in names)
+            assert f"must end before its tokens fill all pages, got {2 * PAGE} tokens." in outgrown.error
+            assert outgrown.generated_tokens == expected[: len(outgrown.generated_tokens)]
+            assert len(outgrown.generated_tokens) == 21
+            assert good.error is None and good.generated_tokens == other
+            assert manager.batch_processor.cache.allocator.block_table == {}
+            assert answers(manager, [PROMPTS[0]])[0] == other[:10]
 
 
 def test_tokens_can_be_streamed() -> None:

@@ -31,6 +31,7 @@ FORMATS = [
     KVFormat("int4", "group", 32, symmetric=False),
     KVFormat("fp8", "token"),
 ]
+CHANNEL = PRESETS["int4-channel"][0]
 
 
 # --- the bytes of a page ----------------------------------------------------------------------------------------------
@@ -73,6 +74,20 @@ def test_planes_fill_their_pages_and_do_not_overlap(
     assert all(part.begin % PART_ALIGNMENT == 0 for part in page.parts)
 
 
+def test_a_tail_fills_a_page_of_its_own() -> None:
+    """It has no tokens, so its bytes may be those of any plane. Pages are as large as it is at least."""
+    layout = KVLayout(CHANNEL, KVFormat("int4", symmetric=False))
+    # Codes, and scales and zeros of 2 blocks x 64 channels and of 256 tokens; or a tail.
+    held = 2 * (2 * 256 * 32 + 2 * (128 + 256) * 2)
+    for dtype in (torch.bfloat16, torch.float32):
+        page = PageLayout(layout, 2, (64, 64), dtype, 256)
+        assert page.num_bytes == max(held, 2 * 128 * 64 * dtype.itemsize)
+        assert page.has_tail and page.parts[-1].name == "tail" and page.parts[-1].begin == 0
+        key, _ = page.planes(torch.zeros(3 * page.num_bytes, dtype=torch.uint8), 0, page.num_bytes)
+        assert key.tail is not None and key.tail.shape == (3, 2, 128, 64) and key.tail.dtype == dtype
+        assert key.tail.data_ptr() == key.codes.data_ptr() and key.tail.stride(0) * dtype.itemsize == page.num_bytes
+
+
 def nonzero_bytes(plane: torch.Tensor) -> int:
     """Bytes other than 0 of a one in a plane."""
     return int((torch.ones(1, dtype=plane.dtype).view(torch.uint8) != 0).sum())
@@ -85,7 +100,6 @@ def nonzero_bytes(plane: torch.Tensor) -> int:
         (KVLayout(*PRESETS["int8"]), 0, "`num_tokens` must be a positive multiple of 128, got 0."),
         (KVLayout(*PRESETS["int8"], sink_length=4), 128, "`sink_length` must be 0, got 4: pages hold no dense tokens"),
         (KVLayout(*PRESETS["int8"], residual_length=9), 128, "`residual_length` must be 0, got 9: pages hold no dense"),
-        (KVLayout(*PRESETS["int4-channel"]), 128, "`key` must not have granularity 'channel', got it: its newest"),
         (
             KVLayout(KVFormat("int8"), KVFormat("int8", "tensor")),
             128,

@@ -108,7 +108,6 @@ def test_other_devices_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "message", "error"),
     [
-        ("int4-channel", {}, "PageLayout: `key` must not have granularity 'channel'", ValueError),
         ({"preset": "int4", "sink_length": 4}, {}, "PageLayout: `sink_length` must be 0, got 4", ValueError),
         (
             {"preset": "int4", "layers": {1: {"residual_length": 8}}},

@@ -20,6 +20,8 @@ import pytest
 import torch
 from models import PAD, greedy, left_padded
 from torch import Tensor
+from torch.distributed import Work
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, StoppingCriteria
@@ -35,6 +37,20 @@ from hf_kvquant.state import Captures, notes_on
 INT4 = {"preset": "int4"}
 NEW_TOKENS = 9
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def waited(func: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call, and the end of what other ranks take part in, for which a GPU's stream waits by itself."""
+
+    def complete() -> Any:
+        out = call()
+        if func.namespace == "_c10d_functional":
+            torch.ops._c10d_functional.wait_tensor(out)
+        elif func.namespace == "c10d":
+            Work.unbox(out[1]).wait()
+        return out
+
+    return complete
 
 
 class Recorded(StepRunner):
@@ -62,10 +78,13 @@ class Recorded(StepRunner):
 
         class Recording(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if any(issubclass(each, DTensor) for each in types):
+                    return NotImplemented  # it calls this again with the tensors of the rank
                 if func is torch.ops.aten._local_scalar_dense.default:
                     raise RuntimeError("the host waits for the device")
                 out = func(*args, **(kwargs or {}))
-                calls.append((functools.partial(func, *args, **(kwargs or {})), out))
+                call = functools.partial(func, *args, **(kwargs or {}))
+                calls.append((waited(func, call), out))
                 return out
 
         with Recording():

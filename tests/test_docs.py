@@ -116,6 +116,8 @@ def check_command(words: list[str]) -> None:
         check_command(["hf-kvquant", *words[words.index("hf_kvquant") + 1 :]])
     elif program == "hf-kvquant":
         parser().parse_args(arguments)  # exits where they are wrong
+    elif words[:2] == ["torchrun", "--nproc-per-node"]:
+        check_command(["python", *words[3:]])
     elif Path(program).name == "python":
         script = ROOT / arguments[0]
         assert script.is_file(), words

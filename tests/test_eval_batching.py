@@ -50,7 +50,7 @@ def check_equal(found: list[tuple[float, bool]], expected: list[tuple[float, boo
     assert difference.mean() < 0.02
 
 
-@pytest.mark.parametrize("preset", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("preset", ["none", "int8", "int4", "int4-channel", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 def test_scores_are_those_without(family: str, preset: str) -> None:
     """gemma2 has sliding windows, qwen2 centres its keys."""
@@ -58,7 +58,7 @@ def test_scores_are_those_without(family: str, preset: str) -> None:
     check_equal(scored(family, preset, requests(), batch_size=4, batching=True), expected, preset)
 
 
-@pytest.mark.parametrize("preset", ["none", "int4"])
+@pytest.mark.parametrize("preset", ["none", "int4", "int4-channel"])
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_rows_that_cross_pages(preset: str, batch_size: int) -> None:
     """First chunks that end with a page, before and after it; shared ones; more tokens than a forward has."""
@@ -116,7 +116,7 @@ def prompts(count: int) -> list[Any]:
     return [Instance("generate_until", {}, (text(n, 2 + n % 5), options), n) for n in range(count)]
 
 
-@pytest.mark.parametrize("preset", ["none", "int8"])
+@pytest.mark.parametrize("preset", ["none", "int8", "int4-channel"])
 def test_texts_are_those_without(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """... with more prompts than a forward has tokens for.
 

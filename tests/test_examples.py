@@ -55,6 +55,20 @@ def test_batch_job_answers_every_prompt(tmp_path: Path) -> None:
     assert [each["prompt"] for each in answers] == prompts and all(each["answer"].strip() for each in answers)
 
 
+def test_two_processes_share_a_model(tmp_path: Path) -> None:
+    """They write what one process writes."""
+    options = str(ROOT / "evals" / "reference_model"), "--max-new-tokens", "8", "--preset", "int8"
+    found = []
+    for count in ("1", "2"):
+        launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, *launcher, str(ROOT / "examples" / "tensor_parallel.py"), *options]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.strip().splitlines()[-1])
+    assert found[0] == found[1] and found[0].startswith("The river")
+
+
 @pytest.mark.slow
 def test_calibrate_lowers_the_divergence(tmp_path: Path) -> None:
     output = run("calibrate.py", "--tokens", "1024", "--output", "calibrated", where=tmp_path)
@@ -74,10 +88,9 @@ def test_docstrings_show_commands_that_parse(path: Path, monkeypatch: pytest.Mon
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    commands = re.findall(rf"^    python examples/{path.name} (.*)$", example.__doc__ or "", re.MULTILINE)
-    commands += re.findall(
-        rf"^python examples/{path.name} (.*)$", (ROOT / "docs/examples.md").read_text(), re.MULTILINE
-    )
+    start = rf"(?:python|torchrun --nproc-per-node 2) examples/{path.name}"
+    commands = re.findall(rf"^    {start} (.*)$", example.__doc__ or "", re.MULTILINE)
+    commands += re.findall(rf"^{start} (.*)$", (ROOT / "docs/examples.md").read_text(), re.MULTILINE)
     assert len(commands) >= 2
     for command in commands:
         example.parser().parse_args(shlex.split(command, comments=True))  # exits where they are wrong

@@ -574,8 +574,9 @@ def test_a_cache_may_die_while_a_layer_comes() -> None:
     step(away, 1, "cuda")
     with torch.cuda.stream(stream):
         torch.cuda._sleep(SLOW)
-    away.storages[2].fetch()
-    del away, cache
+    store = away.storages[2]
+    store.residency.fetch(store)
+    del away, cache, store
     others = [torch.full((1 << 18,), 7, dtype=torch.uint8, device="cuda") for _ in range(64)]
     torch.cuda.synchronize()
     assert all(bool((other == 7).all()) for other in others)

@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_kvquant import PRESETS, KeyTransform, ops
+from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.planes import Planes
+from hf_kvquant.spec.reference import split_tails
 
 HEADS, HEAD_DIM, GARBAGE = 2, 64, 99
-PAGED = [name for name in PRESETS if name != "int4-channel"]
+PAGED = list(PRESETS)
 REFERENCE = "reference"
+CHANNEL = KVLayout(*PRESETS["int4-channel"])
 
 
 def operands(engine: str, planes: tuple[Planes, Planes], layout: KVLayout, transform: KeyTransform | None) -> Any:
@@ -38,10 +41,13 @@ def with_gaps(plane: Tensor) -> Tensor:
     return memory[:, :numel].unflatten(1, plane.shape[1:])
 
 
-def random_table(lengths: list[int], page_rows: int, num_pages: int, num_spare: int) -> Tensor:
+def random_table(lengths: list[int], page_rows: int, num_pages: int, num_spare: int, has_tails: bool) -> Tensor:
     """A table with pages in random order. Where no token is held, it has numbers that are no page."""
-    table = torch.randperm(len(lengths) * num_pages + num_spare)[: len(lengths) * num_pages].view(len(lengths), -1)
+    width = num_pages + has_tails
+    table = torch.randperm(len(lengths) * width + num_spare)[: len(lengths) * width].view(len(lengths), -1)
     is_held = torch.arange(num_pages) * page_rows < torch.tensor(lengths)[:, None]
+    if has_tails:
+        is_held = torch.cat((is_held[:, :1], is_held), dim=1)
     return torch.where(is_held, table, torch.tensor(-1)).int()
 
 
@@ -52,15 +58,15 @@ def compared(
     device = torch.device("cuda" if engine == "cuda" else "cpu")
     layout, batch = KVLayout(*PRESETS[name]), len(lengths)
     num_pages = -(-max(lengths) // page_rows) + 1
-    table = random_table(lengths, page_rows, num_pages, num_spare=3).to(device)
+    table = random_table(lengths, page_rows, num_pages, num_spare=3, has_tails=layout.has_tail).to(device)
     shape = HEADS, HEAD_DIM, HEAD_DIM
     # The fastest kernels are for half precision.
     where: dict[str, Any] = {"dtype": torch.bfloat16 if engine == "cuda" else torch.float32, "device": device}
     rows = layout.allocate((batch, *shape), num_pages * page_rows, **where)
-    pool = layout.allocate((batch * num_pages + 3, *shape), page_rows, **where)
+    pool = layout.allocate((batch * (num_pages + layout.has_tail) + 3, *shape), page_rows, **where)
     pages = pool[0].map(with_gaps), pool[1].map(with_gaps)
     transform = None
-    if name != "none":
+    if name not in ("none", "int4-channel"):
         center, smoothing = (
             torch.randn(HEADS, HEAD_DIM, device=device),
             torch.rand(HEADS, HEAD_DIM, device=device) + 0.5,
@@ -90,15 +96,22 @@ def compared(
 
 def check_written(pages: tuple[Planes, Planes], rows: tuple[Planes, Planes], table: Tensor, lengths: list[int]) -> None:
     """Pages hold what rows hold, and nothing else has changed."""
+    tails, table = split_tails(table, pages[0].tail is not None)
     for paged, linear in zip(pages, rows, strict=True):
         for plane, expected in zip(paged.tensors(), linear.tensors(), strict=True):
-            axis = 2 if plane is paged.codes else 3
-            page_rows, is_free = plane.shape[axis], torch.ones(len(plane), dtype=torch.bool)
+            is_blocked, is_free = paged.tail is not None, torch.ones(len(plane), dtype=torch.bool)
+            axis = 2 if plane is paged.codes or is_blocked else 3
             for b, length in enumerate(lengths):
-                for i in range(-(-length // page_rows)):
+                if plane is paged.tail:
+                    assert tails is not None
+                    is_free[int(tails[b])] = False
+                    held = length % BLOCK_SIZE  # others are left over
+                    assert_same(plane[int(tails[b]), :, :held], expected[b, :, :held].cpu(), f"tail of sequence {b}")
+                    continue
+                for i in range(-(-length // paged.codes.shape[2])):
                     page = int(table[b, i])
                     is_free[page] = False
-                    part = expected[b].narrow(axis - 1, i * page_rows, page_rows)
+                    part = expected[b].narrow(axis - 1, i * plane.shape[axis], plane.shape[axis])
                     assert_same(plane[page], part.cpu(), f"page {i} of sequence {b}")
             assert not plane[is_free.to(plane.device)].any(), "a page that no sequence has was written"
             base = plane._base
@@ -173,7 +186,14 @@ def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None
     [
         ({"layout": KVLayout(*PRESETS["int8"], rows="ring")}, "`page_table` must be None for this layout"),
         ({"layout": KVLayout(*PRESETS["int8"], residual_length=4)}, "`page_table` must be None for this layout"),
-        ({"layout": KVLayout(*PRESETS["int4-channel"])}, "`page_table` must be None for this layout"),
+        (
+            {"layout": CHANNEL, "page_table": torch.zeros(2, 0, dtype=torch.int32)},
+            "`page_table` must begin with the pages of tails for this layout",
+        ),
+        (
+            {"layout": CHANNEL, "page_table": torch.tensor([[3, 0, 1], [4, 2, 3]], dtype=torch.int32)},
+            "`page_table` must begin with a page from 0 to 3 for the tail, got 4 for sequence 1",
+        ),
         ({"page_rows": 0}, "`page_table` must be None for planes without rows"),
         ({"page_rows": 192}, "a capacity that is a multiple of 128"),
         ({"page_table": torch.zeros(2, 2, dtype=torch.int64)}, "`page_table`"),
@@ -200,7 +220,7 @@ def test_frozen_scales_have_no_pages() -> None:
     key, value = PRESETS["int8"]
     frozen = KVLayout(dataclasses.replace(key, granularity="tensor"), value)
     for engine in ("cpu", REFERENCE):
-        with pytest.raises((ValueError, RuntimeError), match="granularities tensor and channel have no pages"):
+        with pytest.raises((ValueError, RuntimeError), match="dense windows and granularity tensor have no pages"):
             call(engine, layout=frozen)
 
 
@@ -211,9 +231,11 @@ def test_rows_that_pad_a_captured_step(name: str, dtype: torch.dtype) -> None:
     """A sequence of no token and no page writes nothing, gets zeros, and changes no other."""
     torch.manual_seed(0)
     layout, where = KVLayout(*PRESETS[name]), {"dtype": dtype, "device": torch.device("cuda")}
-    pool = layout.allocate((3, HEADS, HEAD_DIM, HEAD_DIM), 128, **where)
+    pool = layout.allocate((5, HEADS, HEAD_DIM, HEAD_DIM), 128, **where)
     query, key, value = (torch.randn(4, heads, 1, HEAD_DIM, **where) for heads in (2 * HEADS, HEADS, HEADS))
     table = torch.tensor([[2, -1], [1, 0], [-1, -1], [-1, -1]], dtype=torch.int32, device="cuda")
+    if layout.has_tail:
+        table = torch.cat((torch.tensor([[3], [4], [-1], [-1]], dtype=torch.int32, device="cuda"), table), dim=1)
     lengths = torch.tensor([1, 129, 0, 0], dtype=torch.int32, device="cuda")
     results = []
     for rows in (2, 4):

@@ -20,6 +20,7 @@ import models
 import pytest
 import torch
 from accelerate import dispatch_model
+from test_capture import Recorded
 from torch import Tensor
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed import DistributedConfig
@@ -28,6 +29,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.batching.support import HAS_PAGES
+from hf_kvquant.graphs import capture
 from hf_kvquant.transforms import of_model
 
 NEW_TOKENS = 8
@@ -61,15 +63,17 @@ class Ranks:
         rank: Its number.
         num_ranks: Of how many.
         folder: Where models are saved.
+        device: Of this rank.
     """
 
     rank: int
     num_ranks: int
     folder: Path
+    device: torch.device
 
     def load(self, name: str, plan: str | dict[str, str] = "auto") -> tuple[Any, Any]:
         """The model whole in this process, and sharded."""
-        whole = AutoModelForCausalLM.from_pretrained(self.folder / name)
+        whole = AutoModelForCausalLM.from_pretrained(self.folder / name).to(self.device)
         config = DistributedConfig(tp_plan=plan, tp_size=self.num_ranks)
         return whole, AutoModelForCausalLM.from_pretrained(self.folder / name, distributed_config=config)
 
@@ -186,6 +190,28 @@ def batched(ranks: Ranks) -> None:
         assert answers[1] == answers[0]
 
 
+def captured(ranks: Ranks) -> None:
+    """Steps are recorded with what the ranks say to each other. All ranks write what the whole model writes."""
+    if ranks.device.type == "cpu":
+        capture.RUNNERS["cpu"] = Recorded
+    Recorded.runs = 0
+    inputs = {key: value.to(ranks.device) for key, value in models.left_padded().items()}
+    for name in ("llama", "qwen2"):
+        whole, sharded = ranks.load(name)
+        for preset, options in (("int4", {}), ("int8", {"do_sample": True, "temperature": 0.7})):
+            results = []
+            for model in (whole, sharded):
+                config = {"preset": preset, "capture": model is sharded}
+                with hf_kvquant.patched(model, config):
+                    torch.manual_seed(3)
+                    defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+                    results.append(model.generate(**inputs, **{**defaults, **options}))
+            assert results[0].tolist() == results[1].tolist()
+    if ranks.device.type == "cpu":
+        assert Recorded.runs > 4 * (NEW_TOKENS - 2)
+        del capture.RUNNERS["cpu"]
+
+
 def refused(ranks: Ranks) -> None:
     _, sharded = ranks.load("one_head")
     before = sharded.config._attn_implementation
@@ -214,18 +240,21 @@ def refused(ranks: Ranks) -> None:
             task()
 
 
-SCENARIOS = (plain, centers_of_biases, given_tensors, unsharded_heads, sharded_sinks, batched, refused)
+SCENARIOS = (plain, centers_of_biases, given_tensors, unsharded_heads, sharded_sinks, batched, captured, refused)
 
 
-def run_rank(rank: int, num_ranks: int, folder: Path) -> None:
-    """What a process does."""
+def run_rank(rank: int, num_ranks: int, folder: Path, is_cuda: bool = False) -> None:
+    """What a process does. It ends with the process group that graphs have used."""
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    for scenario in SCENARIOS:
+    device, backend = (torch.device("cuda", rank), "nccl") if is_cuda else (torch.device("cpu"), "gloo")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    for scenario in (captured, batched) if is_cuda else SCENARIOS:
         torch.manual_seed(0)
-        scenario(Ranks(rank, num_ranks, folder))
+        scenario(Ranks(rank, num_ranks, folder, device))
     torch.distributed.destroy_process_group()
 
 
@@ -237,6 +266,14 @@ def test_tensor_parallel(num_ranks: int, tmp_path: Path, monkeypatch: pytest.Mon
         save(name, tmp_path)
     # A rank that fails ends the others, and its traceback is what this raises.
     torch.multiprocessing.spawn(run_rank, (num_ranks, tmp_path), nprocs=num_ranks)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensor_parallel_on_gpus(tmp_path: Path) -> None:
+    """Steps are CUDA graphs, in `generate` and in continuous batching."""
+    for name in SAVED:
+        save(name, tmp_path)
+    torch.multiprocessing.spawn(run_rank, (2, tmp_path, True), nprocs=2)
 
 
 @pytest.mark.parametrize("offloaded_layers", [(0,), (1,), (0, 1)])

@@ -250,11 +250,14 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
       run = run_from(params, task.b, begin, task.end);
       first_of_run = begin;
       work.slot = run.slot;
+      scaled_block = -1;  // blocks of other pages have the same number
     }
     end = min_of(begin + kTile, run.end);
     const int count = end - begin, first = begin - run.offset, from_run = begin - first_of_run;
     if (run.has_dense_keys) {
+      work.slot = tail_slot_of(params, task.b);
       dense_keys.kernel->score(work, dense_keys, run.key_row + from_run, count);
+      work.slot = run.slot;
     } else {
       if (has_blocks && scaled_block != first / kBlockSize) {
         scaled_block = first / kBlockSize;

@@ -146,7 +146,7 @@ void keep_dense(const QuantizeTask& task, int b, int head) {
   const int start = cache.starts == nullptr ? 0 : cache.starts[b];
   const auto copy = [&](int token) {
     const int64_t from = b * source.stride_b + head * source.stride_h + (token - first_new) * source.stride_t;
-    const int64_t to = b * side.tail_stride_b + head * side.tail_stride_h +
+    const int64_t to = tail_slot_of(cache, b) * side.tail_stride_b + head * side.tail_stride_h +
                        tail_row(side, token, start, cache.sink_length) * side.tail_stride_t;
     std::memcpy(static_cast<uint8_t*>(side.tail) + to * size, static_cast<const uint8_t*>(source.data) + from * size,
                 static_cast<size_t>(side.head_dim) * size);

@@ -226,16 +226,18 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
       const int token = begin + t;
       const Dense& source = token < first_new ? tail : *task.source;
       const int row = token < first_new ? cache.sink_length + token % side.ring : token - first_new;
-      load_row(source, source_offset(source, b, head, row), side.head_dim, scratch + t * stride);
+      const int slot = token < first_new ? tail_slot_of(cache, b) : b;
+      load_row(source, source_offset(source, slot, head, row), side.head_dim, scratch + t * stride);
     }
-    const int target = place_of(cache, b, begin).row, block = target / kBlockSize;
+    const Place place = place_of(cache, b, begin);
+    const int block = place.row / kBlockSize;
     const int64_t left_out = first_counted - begin;
     const int first = left_out < 0 ? 0 : left_out < kBlockSize ? static_cast<int>(left_out) : kBlockSize;
-    half_bits* scale = scales_of(side, b, head).at(block, 0);
-    half_bits* zero = zeros_of(side, b, head).at(block, 0);
+    half_bits* scale = scales_of(side, place.slot, head).at(block, 0);
+    half_bits* zero = zeros_of(side, place.slot, head).at(block, 0);
     for_vectors(0, side.head_dim, [&](int c, auto size) {
       quantize_channels<size>(side, scratch + c, stride, first, scale + c, zero + c,
-                              codes_of(side, b, head, target) + c / 2);
+                              codes_of(side, place.slot, head, place.row) + c / 2);
     });
   }
 }

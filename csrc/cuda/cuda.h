@@ -42,7 +42,7 @@ constexpr int kGroupChannels = 32;   // channels of a group in the kernels for g
 
 // The kernel with the smallest head dim (64, 128 or 256) that holds `head_dim` and the fewest rows (4, 8 or 16, as far
 // as compiled) that hold `num_rows`, or else the most rows. Kernels for pages are kernels of their own, so that others
-// need no page table: not for granularity channel, which has no pages.
+// need no page table.
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
 AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged);
 

@@ -133,7 +133,8 @@ def paged_attention(
     results = []
     for group in cache.groups:
         own_query, own_key, own_value = (group.take(x) for x in (query, key, value))
-        held: dict[str, Any] = {"lengths": group.lengths, "page_table": group.page_table}
+        page_table = cache.allocator.page_table_of(module.layer_idx, group.page_table)
+        held: dict[str, Any] = {"lengths": group.lengths, "page_table": page_table}
         if group.has_past:
             options = {"softmax_scale": scale, **options_of(prev, kwargs)}
             options |= {"counters": cache.counters, "split_plan": group.split_plan}

@@ -7,9 +7,10 @@ they become planes, and how much memory a forward needs besides.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,9 +48,16 @@ class PagedLayer:
 class PageAllocator(FullAttentionCacheAllocator):
     """Gives out blocks of our pages. All pages of a block have the size of the largest one.
 
+    With tails, the first block of a request is for these, and those of its tokens follow. transformers frees and
+    offloads it with the others, but must not share it or take it for the first tokens.
+
     Args:
         layers: By layer index; their pages have equally many tokens.
         allow_block_sharing: Whether requests may share blocks of the same tokens.
+
+    Attributes:
+        num_tails: Blocks of a request for tails: 1 if a layer has one, else 0.
+        operands: Of the ops, by layer index.
     """
 
     def __init__(self, layers: Mapping[int, PagedLayer], allow_block_sharing: bool) -> None:
@@ -58,6 +66,8 @@ class PageAllocator(FullAttentionCacheAllocator):
         self.head_dim, self.num_key_value_heads = pages[0].head_dims[0], pages[0].num_kv_heads
         self.cache_dtype = pages[0].dtype
         self.operands: dict[int, ops.Operands] = {}
+        self.num_tails = int(any(page.has_tail for page in pages))
+        self._with_tail: set[str] = set()
         self._before_cache_tensor_init(
             index=0,
             layer_indices=list(layers),
@@ -78,8 +88,71 @@ class PageAllocator(FullAttentionCacheAllocator):
             transform = None if layer.key_transform is None else layer.key_transform.to(cache_tensor.device)
             self.operands[index] = ops.Operands(*planes, layer.page.layout, transform)
 
+    def page_table_of(self, layer_idx: int, page_table: Tensor) -> Tensor:
+        """The part of a page table, `[requests, pages]`, that the ops of a layer take: without tails if it has none."""
+        return page_table if self._layers[layer_idx].page.has_tail else page_table[:, self.num_tails :]
+
+    @contextlib.contextmanager
+    def _tokens_alone(self, request_id: str) -> Iterator[list[int]]:
+        """Hide the tail's block of a request for a while. Gives that block, in a list, or an empty list."""
+        blocks = self.block_table[request_id]
+        tail = [blocks.pop(0)] if request_id in self._with_tail else []
+        try:
+            yield tail
+        finally:
+            self.block_table[request_id][:0] = tail
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """See `CacheAllocator`. A tail needs a block, too."""
+        is_missing = self.num_tails - (request_id in self._with_tail)
+        num_held = len(self.block_table.get(request_id, [])) - (request_id in self._with_tail)
+        num_needed: int = self._compute_blocks_needed(num_held, past_length, query_length)
+        return num_needed + is_missing
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        """See `CacheAllocator`."""
+        blocks = self.block_table.setdefault(request_id, [])
+        if self.num_tails and request_id not in self._with_tail:
+            blocks[:0] = self.pool.get_free_blocks(self.index, self.num_tails)
+            self._with_tail.add(request_id)
+        blocks.extend(
+            self.pool.get_free_blocks(self.index, self.needs_new_blocks(request_id, past_length, query_length))
+        )
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """See `CacheAllocator`."""
+        self._with_tail.discard(request_id)
+        super().free_blocks(request_id, no_cache)
+
+    def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
+        """See `CacheAllocator`. A tail is none of them."""
+        with self._tokens_alone(source_request_id):
+            shareable: int = super().count_shareable_blocks(source_request_id, past_length)
+        return shareable
+
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
+        """See `CacheAllocator`. A fork has a copy of the tail."""
+        with self._tokens_alone(source_request_id) as tail:
+            num_shared = super().count_shareable_blocks(source_request_id, past_length)
+            blocks = self.block_table[source_request_id]
+            shared, copied = blocks[:num_shared], [*tail, *blocks[num_shared:]]
+        for block in shared:
+            self.ledger.acquire(block)
+        fresh = self.pool.get_free_blocks(self.index, len(copied))
+        self.block_table[dest_request_id] = [*fresh[: len(tail)], *shared, *fresh[len(tail) :]]
+        if tail:
+            self._with_tail.add(dest_request_id)
+        return copied, fresh
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        """See `CacheAllocator`. The first block of tokens is not that of the tail."""
+        with self._tokens_alone(request_id):
+            super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
+
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        """Write the pages of a request to the start of `block_table`, `[pages of a request]` int32."""
+        """Write the pages of a request, that of its tail first, to the start of `block_table`, `[pages]` int32."""
         pages = self.block_table[request_id]
         block_table[: len(pages)] = torch.tensor(pages, dtype=block_table.dtype)
 
@@ -177,8 +250,15 @@ class PagedCache(PagedAttentionCache):
         # the index that transformers would keep for this many.
         self.read_cache_limit, self.max_tokens_read = 0, 1
         # With a block table, decode steps are captured. Longer requests than it has room for are served without.
-        self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
-        self.max_decode_fast_path_length = allocator.tokens_per_page * self.max_blocks_per_request
+        max_blocks = continuous_batching_config.max_blocks_per_request or 0
+        self.max_blocks_per_request = max_blocks + allocator.num_tails if max_blocks else 0
+        self.max_decode_fast_path_length = allocator.tokens_per_page * max_blocks
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest request that all pages together hold."""
+        room: int = (self.num_blocks - self.allocator.num_tails) * self.allocator.tokens_per_page
+        return room
 
     @property
     def allocator(self) -> PageAllocator:

@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -62,13 +62,30 @@ class Processor(ContinuousBatchProcessor):
         Raises:
             ValueError: It has no token, or more than all pages hold.
         """
-        num_tokens, room = len(state.initial_tokens), self.cache.num_blocks * self.cache.tokens_per_sector
+        num_tokens, room = len(state.initial_tokens), self.cache.room
         if not 0 < num_tokens <= room:
             raise ValueError(
                 f"continuous batching: a prompt must have from 1 to {room} tokens, as many as all pages hold, got "
                 f"{num_tokens}. Shorten it, or set a larger `num_blocks` in the ContinuousBatchingConfig."
             )
         self._add_waiting(state)
+
+    def prepare_next_batch(self) -> bool:
+        """See `ContinuousBatchProcessor`. Requests that fill all pages get an error, and the others go on (5.23)."""
+        for state in list(self.scheduler.active_requests.values()):
+            if state.current_len() >= self.cache.room:
+                self._end_outgrown(state)
+        is_ready: bool = super().prepare_next_batch()
+        return is_ready
+
+    def _end_outgrown(self, state: RequestState) -> None:
+        error = ValueError(
+            f"continuous batching: a request must end before its tokens fill all pages, got {self.cache.room} tokens. "
+            "Set fewer `max_new_tokens`, or a larger `num_blocks` in the ContinuousBatchingConfig."
+        )
+        self._handle_request_error(error, state)
+        self.scheduler.finish_request(state.request_id)
+        state._status = RequestStatus.FINISHED  # the step under way may hold it, and leaves out those that are finished
 
     def reset(self) -> None:
         """See `ContinuousBatchProcessor`."""

@@ -42,7 +42,7 @@ def settle_graphs(batching: ContinuousBatchingConfig, device: torch.device, num_
     Args:
         batching: Changed in place.
         device: Of the model.
-        num_ranks: Of tensor parallelism. What ranks say to each other has not been captured yet.
+        num_ranks: Of tensor parallelism. What ranks say to each other is captured in `generate` only.
     """
     _, is_wanted = batching.cuda_graph_booleans
     is_alone = device.type == "cuda" and num_ranks == 1

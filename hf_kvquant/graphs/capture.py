@@ -28,6 +28,7 @@ from transformers.utils.generic import ModelOutput
 from ..cache.cache import KVQuantCache
 from ..models.adapters import adapter_settings
 from ..models.hashes import plain_tensors
+from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
 from .fusion import fused
 from .prefetch import Prefetch
@@ -58,10 +59,10 @@ def check_capturable(model: PreTrainedModel) -> None:
         reason = f"the model is spread over {devices}, and a graph is captured on one device"
     elif model.device.type not in RUNNERS:
         reason = f"the model is on {devices[0]}, and CUDA graphs need a GPU"
-    elif any(tensor.numel() == 0 or hasattr(tensor, "device_mesh") for tensor in model.parameters()):
-        reason = "its weights are divided among processes"
     elif not getattr(getattr(model, "hf_quantizer", None), "is_compileable", True):
         reason = "transformers says that its quantised weights do not work in a static graph"
+    else:
+        reason = why_not_captured(model)
     if reason is not None:
         raise NotImplementedError(
             f"generate: `capture` must be False for this {type(model).__name__}, got True: {reason}. "

@@ -46,8 +46,7 @@ def managed(
         if generation_config.do_sample:
             MostLikely.install(manager)
         manager.warmup()
-        cache = manager.batch_processor.cache
-        room = cache.num_blocks * cache.allocator.tokens_per_page
+        room = manager.batch_processor.cache.room
         manager.start()
         yield manager, room
     finally:

@@ -70,10 +70,12 @@ def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = 
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the numbers of a weight: itself, or codes and scales if it is a quantised one."""
+    """The tensors that hold the numbers of a weight: itself, or what a quantised weight or one of a rank wraps."""
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield from plain_tensors(part)
     else:
         yield tensor.as_subclass(Tensor)
 

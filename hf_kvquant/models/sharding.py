@@ -35,6 +35,26 @@ def rank_of(model: PreTrainedModel) -> tuple[int, int]:
     return 0, 1
 
 
+def why_not_captured(model: PreTrainedModel) -> str | None:
+    """Why the steps of a model whose weights are divided among processes cannot be CUDA graphs; `None` if they can.
+
+    A graph holds the calls of NCCL between the ranks of tensor parallelism. Weights that are divided in another way
+    (FSDP, DeepSpeed's ZeRO) are gathered by the host in every forward.
+    """
+    if any(parameter.numel() == 0 for parameter in model.parameters()):
+        return "its weights are divided among processes"
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            continue
+        if mesh.ndim > 1 or mesh.mesh_dim_names not in (None, ("tp",)):
+            return "its weights are divided among processes in another way than by tensor parallelism"
+        backend = torch.distributed.get_backend(mesh.get_group())
+        if model.device.type == "cuda" and backend != "nccl":
+            return f"its ranks communicate by {backend}, and only NCCL works in a CUDA graph"
+    return None
+
+
 def check_heads(model: PreTrainedModel, where: str) -> None:
     """Refuse a model if tensor parallelism splits a key-value head between ranks.
 

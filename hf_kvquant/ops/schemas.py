@@ -189,11 +189,17 @@ def _linear(cache: _Cache, arguments: Arguments) -> Iterator[_Cache]:
     if page_table is None:
         yield cache
         return
-    key_planes, value_planes = planes = [reference.gather_pages(side, page_table) for side in cache.planes]
+    tail_page, table = reference.split_tails(page_table, cache.layout.has_tail)
+    block_sizes = [each.block_size for each in cache.layout.formats]
+    key_planes, value_planes = planes = [
+        reference.gather_pages(side, table, tail_page, block_size)
+        for side, block_size in zip(cache.planes, block_sizes, strict=True)
+    ]
     yield dataclasses.replace(cache, planes=(key_planes, value_planes))
     if key is not None:
-        for gathered, side in zip(planes, cache.planes, strict=True):
-            reference.scatter_pages(gathered, side, page_table, arguments["lengths"], key.shape[2])
+        num_new, lengths = key.shape[2], arguments["lengths"]
+        for gathered, side, block_size in zip(planes, cache.planes, block_sizes, strict=True):
+            reference.scatter_pages(gathered, side, table, tail_page, lengths, num_new, block_size)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -227,7 +233,9 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
             f"{where}: `key_center`, `key_smoothing` and `rotates_key` must be left out where every channel of the "
             "keys has a scale, got a transform."
         )
-    capacity = rows if arguments["page_table"] is None else arguments["page_table"].shape[1] * rows
+    capacity = rows
+    if arguments["page_table"] is not None:
+        capacity *= arguments["page_table"].shape[1] - cache.layout.has_tail
     lengths, most = arguments["lengths"], MAX_RING_LENGTH if cache.layout.is_ring else capacity
     num_new = 0 if arguments["key"] is None else arguments["key"].shape[2]
     # On a GPU the host would have to wait for the numbers.
@@ -237,15 +245,16 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
             "Make a larger cache (max_cache_len), or crop or reset this one."
         )
     if arguments["page_table"] is not None:
-        _check_page_numbers(where, arguments["page_table"], lengths, slots, rows)
+        _check_page_numbers(where, arguments["page_table"], cache.layout, lengths, slots, rows)
     return cache
 
 
 def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: int, page_rows: int) -> None:
-    if layout.is_ring or layout.has_tail or any(each.granularity == "tensor" for each in layout.formats):
+    is_frozen = any(each.granularity == "tensor" for each in layout.formats)
+    if layout.is_ring or any(layout.windows.values()) or is_frozen:
         raise ValueError(
-            f"{where}: `page_table` must be None for this layout, got a tensor: rings, dense windows and the "
-            "granularities tensor and channel have no pages."
+            f"{where}: `page_table` must be None for this layout, got a tensor: rings, dense windows and granularity "
+            "tensor have no pages."
         )
     if num_pages * page_rows == 0:
         raise ValueError(f"{where}: `page_table` must be None for planes without rows, got a tensor.")
@@ -253,6 +262,10 @@ def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: in
         raise ValueError(
             f"{where}: `page_table` must be [batch, pages] torch.int32, got {list(page_table.shape)} "
             f"{page_table.dtype}."
+        )
+    if layout.has_tail and page_table.shape[1] == 0:
+        raise ValueError(
+            f"{where}: `page_table` must begin with the pages of tails for this layout, got {list(page_table.shape)}."
         )
 
 
@@ -277,9 +290,20 @@ def _check_split_plan(where: str, arguments: Arguments) -> None:
         )
 
 
-def _check_page_numbers(where: str, page_table: Tensor, lengths: Tensor, num_pages: int, page_rows: int) -> None:
+def _check_page_numbers(
+    where: str, page_table: Tensor, layout: KVLayout, lengths: Tensor, num_pages: int, page_rows: int
+) -> None:
     if lengths.device.type != "cpu":  # the host would have to wait for the numbers
         return
+    tail_page, page_table = reference.split_tails(page_table, layout.has_tail)
+    if tail_page is not None:
+        is_bad = (lengths > 0) & ((tail_page < 0) | (tail_page >= num_pages))
+        if bool(is_bad.any()):
+            b = int(is_bad.nonzero()[0])
+            raise ValueError(
+                f"{where}: `page_table` must begin with a page from 0 to {num_pages - 1} for the tail, got "
+                f"{int(tail_page[b])} for sequence {b}."
+            )
     is_held = torch.arange(page_table.shape[1]) * page_rows < lengths[:, None]
     is_bad = is_held & ((page_table < 0) | (page_table >= num_pages))
     if bool(is_bad.any()):
@@ -301,7 +325,7 @@ def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expe
     ):
         shapes = kv_format.plane_shapes(slots, heads, head_dim, rows, **cache.layout.windows)
         if planes.tail is not None and kv_format.serves_tail(planes.tail.shape[2], **cache.layout.windows):
-            shapes["tail"] = batch, heads, planes.tail.shape[2], head_dim
+            shapes["tail"] = slots, heads, planes.tail.shape[2], head_dim
         new = arguments[side]
         if (new is None) != (arguments["key"] is None):
             raise ValueError(f"{where}: `{side}` must be given exactly where `key` is. Give both or neither.")

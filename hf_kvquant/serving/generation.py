@@ -122,8 +122,7 @@ class Generation(CBGenerateManager):
     @property
     def num_tokens(self) -> int:
         """Room of all pages."""
-        cache = self.processor.cache
-        room: int = cache.num_sectors * cache.tokens_per_sector
+        room: int = self.processor.cache.room
         return room
 
     @property

@@ -8,12 +8,14 @@ and each part is a plane of `KVLayout` without its batch axis: `[num_kv_heads, P
 num_groups, P]` scales. Parts begin at multiples of 128 bytes. The pages of a layer are the same run again and again in
 one tensor of bytes, so that planes over all pages are views of it, whose first axis counts pages. `page_table` of the
 ops says which of them hold a sequence.
+
+With granularity channel, a sequence has one page more, which holds nothing but its tail: `[num_kv_heads, 128,
+head_dim]` dense keys, from the first byte on. So every page is as large as a tail at least.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from .planes import Planes
 
 PART_ALIGNMENT = 128
 _PARTS = ((0, "codes"), (1, "codes"), (0, "scale"), (0, "zero"), (1, "scale"), (1, "zero"))
+_TAIL = 0, "tail"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +88,6 @@ class PageLayout:
                     "config."
                 )
         for name, kv_format, head_dim in zip(("key", "value"), layout.formats, self.head_dims, strict=True):
-            if kv_format.granularity == "channel":
-                raise ValueError(
-                    f"PageLayout: `{name}` must not have granularity 'channel', got it: its newest tokens stay dense, "
-                    "and pages hold no dense tokens. Use another preset, such as 'int4'."
-                )
             if kv_format.granularity == "tensor":
                 raise ValueError(
                     f"PageLayout: `{name}` must not have granularity 'tensor', got it: sequences share pages, so a "
@@ -98,25 +96,33 @@ class PageLayout:
             kv_format.num_groups(head_dim)
 
     @property
-    def parts(self) -> list[PagePart]:
-        """The planes of a page, in the order of their bytes."""
-        return list(self._parts())
+    def has_tail(self) -> bool:
+        """Whether each sequence has one page more, with the tail of its keys."""
+        return self.layout.has_tail
 
-    def _parts(self) -> Iterator[PagePart]:
-        begin = 0
+    @property
+    def parts(self) -> list[PagePart]:
+        """The planes of a page with tokens, in the order of their bytes, then that of a page with a tail."""
+        found, begin = [], 0
         for side, name in _PARTS:
-            kv_format = self.layout.formats[side]
-            shapes = kv_format.plane_shapes(1, self.num_kv_heads, self.head_dims[side], self.num_tokens)
-            if name in shapes:
-                dtype = kv_format.plane_dtype(name) or self.dtype
-                part = PagePart(side, name, begin, shapes[name][1:], dtype)
-                yield part
+            part = self._part(side, name, begin)
+            if part is not None:
+                found.append(part)
                 begin = -(-part.end // PART_ALIGNMENT) * PART_ALIGNMENT
+        tail = self._part(*_TAIL, 0)
+        return found if tail is None else [*found, tail]
+
+    def _part(self, side: int, name: str, begin: int) -> PagePart | None:
+        kv_format = self.layout.formats[side]
+        shapes = kv_format.plane_shapes(1, self.num_kv_heads, self.head_dims[side], self.num_tokens)
+        if name not in shapes:
+            return None
+        return PagePart(side, name, begin, shapes[name][1:], kv_format.plane_dtype(name) or self.dtype)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a page: a multiple of `PART_ALIGNMENT`."""
-        return -(-self.parts[-1].end // PART_ALIGNMENT) * PART_ALIGNMENT
+        return -(-max(part.end for part in self.parts) // PART_ALIGNMENT) * PART_ALIGNMENT
 
     def planes(self, memory: Tensor, begin: int, stride: int) -> tuple[Planes, Planes]:
         """The planes of keys and of values over the pages of a layer, as views.
@@ -138,5 +144,5 @@ class PageLayout:
             strides = stride // size, *torch.empty(part.shape, device="meta").stride()
             whole = memory[: memory.numel() // size * size].view(part.dtype)
             sides[part.side][part.name] = whole.as_strided(shape, strides, (begin + part.begin) // size)
-        key, value = (Planes(side["codes"], side.get("scale"), side.get("zero")) for side in sides)
+        key, value = (Planes(side["codes"], side.get("scale"), side.get("zero"), side.get("tail")) for side in sides)
         return key, value

@@ -600,32 +600,64 @@ def decode_attention(
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
 
 
-def gather_pages(planes: Planes, page_table: Tensor) -> Planes:
+def split_tails(page_table: Tensor, has_tails: bool) -> tuple[Tensor | None, Tensor]:
+    """The tail page of each sequence, `[batch]`, or `None`, and the pages of its tokens, `[batch, pages]`.
+
+    With tails, each row of a page table begins with the page whose tail is that of the sequence.
+    """
+    return (page_table[:, 0], page_table[:, 1:]) if has_tails else (None, page_table)
+
+
+def gather_pages(
+    planes: Planes, page_table: Tensor, tail_page: Tensor | None = None, block_size: int | None = None
+) -> Planes:
     """Copy the pages of every sequence side by side: the planes of `page_table.shape[0]` sequences.
 
     Args:
-        planes: Their first axis is that of pages. Every token has scales of its own.
-        page_table: `[batch, pages of a sequence]` int32. Numbers that are no page stand for pages without tokens.
+        planes: Their first axis is that of pages.
+        page_table: `[batch, pages of a sequence]` int32, tail pages left out: see `split_tails`. Numbers that are no
+            page stand for pages without tokens.
+        tail_page: `[batch]` int32: whose tail a sequence has; `None` without tails.
+        block_size: Of the format; `None` without channel scales.
     """
-    page = page_table.clamp(0, len(planes.codes) - 1).long()
+    last = len(planes.codes) - 1
+    page = page_table.clamp(0, last).long()
+    axes = planes.token_axes(block_size)
 
-    def gather(plane: Tensor, axis: int) -> Tensor:
-        return plane[page].movedim(1, axis).flatten(axis, axis + 1)
+    def gather(name: str, plane: Tensor | None) -> Tensor | None:
+        return None if plane is None else plane[page].movedim(1, axes[name]).flatten(axes[name], axes[name] + 1)
 
-    scale, zero = (None if each is None else gather(each, 3) for each in (planes.scale, planes.zero))
-    return Planes(gather(planes.codes, 2), scale, zero)
+    codes, scale, zero = (gather(name, getattr(planes, name)) for name in ("codes", "scale", "zero"))
+    assert codes is not None
+    if planes.tail is None or tail_page is None:
+        return Planes(codes, scale, zero)
+    return Planes(codes, scale, zero, planes.tail[tail_page.clamp(0, last).long()])
 
 
-def scatter_pages(gathered: Planes, planes: Planes, page_table: Tensor, lengths: Tensor, num_new: int) -> None:
-    """Copy those pages back to `planes` that hold the newest `num_new` of `lengths` tokens. See `gather_pages`."""
+def scatter_pages(
+    gathered: Planes,
+    planes: Planes,
+    page_table: Tensor,
+    tail_page: Tensor | None,
+    lengths: Tensor,
+    num_new: int,
+    block_size: int | None,
+) -> None:
+    """Copy back to `planes` the pages that hold the newest `num_new` of `lengths` tokens, and tails.
+
+    A block of channel scales that these tokens complete has one of them, so it is in these pages. See `gather_pages`.
+    """
     num_pages, rows = page_table.shape[1], planes.codes.shape[2]
     begin = torch.arange(num_pages, device=lengths.device) * rows
     is_written = (begin < lengths[:, None]) & (begin + rows > lengths[:, None] - num_new)
     sequence, number = is_written.nonzero(as_tuple=True)
-    page = page_table[sequence, number].long()
-    for old, new in zip(planes.tensors(), gathered.tensors(), strict=True):
-        axis = 2 if old is planes.codes else 3
-        old[page] = new.unflatten(axis, (num_pages, rows)).movedim(axis, 1)[sequence, number]
+    page, axes = page_table[sequence, number].long(), planes.token_axes(block_size)
+    for name, axis in axes.items():
+        old, new = getattr(planes, name), getattr(gathered, name)
+        old[page] = new.unflatten(axis, (num_pages, old.shape[axis])).movedim(axis, 1)[sequence, number]
+    if planes.tail is not None and gathered.tail is not None and tail_page is not None:
+        is_held = lengths > 0
+        planes.tail[tail_page[is_held].long()] = gathered.tail[is_held]
 
 
 # --- operations between linear layers ---------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate&
   const Side& side = job.side;
   const Dense& dense = job.dense;
   const int64_t from = b * dense.stride_b + h * dense.stride_h;
-  const int64_t to = b * side.tail_stride_b + h * side.tail_stride_h;
+  const int64_t to = jobs.laps.tail_slot(static_cast<int>(b)) * side.tail_stride_b + h * side.tail_stride_h;
   const auto copy = [&](int begin, int end) {
     for (int i = threadIdx.x; i < (end - begin) * side.head_dim; i += kNumWarps * kLanes) {
       const int row = i / side.head_dim, c = i - row * side.head_dim, t = begin + row;
@@ -337,7 +337,12 @@ __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate&
 // codes are never read.
 __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h,
                                int begin) {
-  const BlockOfTokens tokens = {begin, jobs.laps.row(begin), update.first_new, update.start + jobs.dense_first,
+  const BlockOfTokens tokens = {begin,
+                                jobs.laps.slot(static_cast<int>(b), begin),
+                                jobs.laps.row(begin),
+                                update.first_new,
+                                update.start + jobs.dense_first,
+                                jobs.laps.tail_slot(static_cast<int>(b)),
                                 jobs.dense_first + begin % job.side.ring};
   for (int c = threadIdx.x / kLanes * kColumnsOfWarp; c < job.side.head_dim; c += kNumWarps * kColumnsOfWarp) {
     if (job.side.tail_dtype == Dtype::fp32) {

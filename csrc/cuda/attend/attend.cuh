@@ -59,7 +59,8 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
     // The key goes to the tail unchanged, unless it fills a block; the value is quantised.
     const int64_t from = b * new_tokens.key.stride_b + h * new_tokens.key.stride_h;
     const Side& keys = params.key_side;
-    const int64_t at = b * keys.tail_stride_b + h * keys.tail_stride_h + t % kBlockSize * keys.tail_stride_t;
+    const int64_t at = tail_slot<Shape::kIsPaged>(plan, b) * keys.tail_stride_b + h * keys.tail_stride_h +
+                       t % kBlockSize * keys.tail_stride_t;
     for (int c = lane; c < keys.head_dim && (t + 1) % kBlockSize != 0; c += kLanes) {
       static_cast<uint16_t*>(keys.tail)[at + c] = static_cast<const uint16_t*>(new_tokens.key.data)[from + c];
     }
@@ -166,7 +167,10 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
       if (fills_block) {
         for (int c = warp * kColumnsOfWarp; c < params.key_side.head_dim; c += num_warps * kColumnsOfWarp) {
           const int begin = held.end - kBlockSize;
-          const BlockOfTokens tokens = {begin, plan.laps.row(begin), held.end - 1, bounds.start, 0};
+          const int slot = Shape::kIsPaged ? plan.laps.slot(segment.b, begin) : segment.b;
+          const int of_tail = tail_slot<Shape::kIsPaged>(plan, segment.b);
+          const BlockOfTokens tokens = {begin,        slot,    plan.laps.row(begin), held.end - 1,
+                                        bounds.start, of_tail, 0};
           quantize_columns<false>(params.key_side, new_tokens.key, segment.b, segment.h, tokens, c);
         }
         __syncthreads();
@@ -204,7 +208,9 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   __syncthreads();
 
   // --- attend
-  WarpAttention<Shape> attention(params, planes, factors, query_sums, first_of_tail / Pipeline::kStepTokens, lane);
+  const int of_tail = Shape::kIsBlocked ? tail_slot<Shape::kIsPaged>(plan, segment.b) : 0;
+  WarpAttention<Shape> attention(params, planes, factors, query_sums, first_of_tail / Pipeline::kStepTokens, of_tail,
+                                 lane);
   const unsigned char* before = stages;
   stage = 0;
   for (int step = first_step; step < segment.last_step; step += stride) {

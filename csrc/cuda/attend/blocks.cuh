@@ -15,6 +15,12 @@
 
 namespace hf_kvquant::cuda {
 
+// The index of the first axis of the keys' tail.
+template <bool kIsPaged>
+__device__ __forceinline__ int tail_slot(const DecodePlan& plan, int b) {
+  return kIsPaged ? plan.laps.tail_slot(b) : b;
+}
+
 template <class Shape>
 class Blocks {
   using Pipeline = typename Shape::StepPipeline;
@@ -31,18 +37,20 @@ class Blocks {
     const int step = first + ((warp - first) & (num_warps - 1)), token = step * Pipeline::kStepTokens + lane;
     if (token >= end || lane >= Pipeline::kStepTokens || share_of_step(plan, segment, step) != segment.share) return;
     const Side& side = params.key_side;
+    const int slot = tail_slot<Shape::kIsPaged>(plan, segment.b);
     const char* row =
-        static_cast<const char*>(side.tail) + 2 * (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
+        static_cast<const char*>(side.tail) + 2 * (slot * side.tail_stride_b + segment.h * side.tail_stride_h +
                                                    (params.sink_length + token % side.ring) * side.tail_stride_t);
     for_all<kLines>([&](int line) {
       if (line * kLineBytes < 2 * side.head_dim) prefetch(row + line * kLineBytes);
     });
   }
 
-  // `tail_step`: the first step of the unfinished block, after the last step if there is none.
-  __device__ __forceinline__ void load(const unsigned char* planes, int tail_step, int lane) {
+  // `tail_step`: the first step of the unfinished block, after the last step if there is none. `tail_slot` as of the
+  // function.
+  __device__ __forceinline__ void load(const unsigned char* planes, int tail_step, int tail_slot, int lane) {
     g_ = lane >> 2, t_ = lane & 3;
-    tail_step_ = tail_step;
+    tail_step_ = tail_step, tail_slot_ = tail_slot;
     codes_at_ = matrix_row<Shape::kKeyRowBytes>(lane);
     keep(codes_at_);
     for_all<kColumnTiles>([&](int n) {
@@ -124,8 +132,9 @@ class Blocks {
   __device__ __forceinline__ void multiply_tail(const DecodeParams& params, const Segment& segment, int step, Sums& sum,
                                                 float (&constant)[kColumns]) const {
     const Side& side = params.key_side;
+    const int slot = Shape::kIsPaged ? tail_slot_ : segment.b;
     const uint16_t* tail =
-        static_cast<const uint16_t*>(side.tail) + (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h);
+        static_cast<const uint16_t*>(side.tail) + (slot * side.tail_stride_b + segment.h * side.tail_stride_h);
     const int first = params.sink_length + step * Pipeline::kStepTokens % side.ring + slot_of_row(g_) * kHalves;
     const bool is_bf16 = side.tail_dtype == Dtype::bf16;
     for_all<kTiles>([&](int i) {
@@ -159,7 +168,7 @@ class Blocks {
     for_all<kColumns>([&](int c) { constant[c] = 0.f; });
   }
 
-  int g_, t_, tail_step_;
+  int g_, t_, tail_step_, tail_slot_;
   uint32_t codes_at_;  // in a stage: of the lane's matrix row
   uint32_t query_[kColumnTiles][kParts][4];
 };

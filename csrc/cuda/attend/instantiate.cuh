@@ -51,11 +51,7 @@ AttendKernel kernel_for_dim(int head_dim, int num_rows) {
 
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
 AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged) {
-  if constexpr (kScales != Scales::blocks) {
-    if (is_paged) {
-      return kernel_for_dim<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, true>(head_dim, num_rows);
-    }
-  }
+  if (is_paged) return kernel_for_dim<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, true>(head_dim, num_rows);
   return kernel_for_dim<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, false>(head_dim, num_rows);
 }
 

@@ -85,7 +85,7 @@ class Pipeline {
   __device__ __forceinline__ void bound(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                         int begin, int end, int key_end) {
     begin_ = begin, end_ = end, key_end_ = kIsBlocked ? key_end : end;
-    whole_end_ = kIsPaged ? end_ : min(key_end_, lap_end_);
+    whole_end_ = kIsPaged ? key_end_ : min(key_end_, lap_end_);
     if (!is_dense_) {
       const int slot = kIsPaged ? 0 : segment.b, row = kIsPaged ? 0 : plan.laps.row(first_);
       key_codes_ = code_row(params.key_side, slot, segment.h, row);
@@ -121,8 +121,9 @@ class Pipeline {
       for (int i = 0; i < kBlockCopies; ++i) {
         const int chunk = i * kLanes + lane_;
         const PlaneOfScales& plane = plan.scales[min(chunk / kBlockChunks, kFirstPlane - 1)];
-        blocks_[i] = plane.heads.at(segment.b, segment.h, chunk % kBlockChunks);
+        blocks_[i] = plane.heads.at(slot, segment.h, chunk % kBlockChunks);
         block_strides_[i] = plane.stride_g;
+        if constexpr (kIsPaged) page_strides_[i] = plane.heads.stride_b;
       }
     }
   }
@@ -149,7 +150,7 @@ class Pipeline {
       }
       fill_scales<true>(to, scales_);
     }
-    if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, first_ - lap_end_ + plan.laps.num_rows, to);
+    if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, 0, first_ - lap_end_ + plan.laps.num_rows, to);
     key_codes_ += int64_t{stride_} * row_stride(params.key_side);
     value_codes_ += int64_t{stride_} * row_stride(params.value_side);
     for_all<kScaleCopies>([&](int i) { scales_[i] += stride_; });
@@ -192,6 +193,7 @@ class Pipeline {
         value_codes_ + page * params.value_side.codes_stride_b + int64_t{row} * row_stride(params.value_side);
     const half_bits* scales[kScaleCopies];
     for_all<kScaleCopies>([&](int i) { scales[i] = scales_[i] + (uint64_t{scale_strides_[i]} * page * 8 + row); });
+    if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, page, row, to);
     if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= whole_end_) {
       fill_dense<kKeyRowBytes, false>(to, key_place_, keys, end_);
       fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, values, end_);
@@ -199,10 +201,10 @@ class Pipeline {
       return;
     }
     if (is_dense_) {
-      fill_dense<kKeyRowBytes, true>(to, key_place_, keys, end_);
+      fill_dense<kKeyRowBytes, true>(to, key_place_, keys, key_end_);
       fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, values, end_);
     } else {
-      fill_rows(keys, plan.key_chunks, list, to, end_);
+      fill_rows(keys, plan.key_chunks, list, to, key_end_);
       fill_rows(values, plan.value_chunks, list + plan.key_chunks.num_chunks * kChunkPlaceBytes, to + kValueAt, end_);
     }
     fill_scales<true>(to, scales);
@@ -311,14 +313,17 @@ class Pipeline {
     });
   }
 
-  // Copies the scales and zeros of the step's block, which is at `row`. Those of the unfinished block are not read.
-  __device__ __forceinline__ void fill_block(int head_dim, uint32_t row, uint32_t to) const {
+  // Copies the scales and zeros of the step's block, which is at `row`, with pages of `page`. Those of the unfinished
+  // block are not read.
+  __device__ __forceinline__ void fill_block(int head_dim, int page, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
     const uint32_t block = row / kBlockSize;
     for_all<kBlockCopies>([&](int i) {
       const int chunk = i * kLanes + lane_;
       const bool has_chunk = chunk < kFirstPlane * kBlockChunks && chunk % kBlockChunks * 8 < head_dim;
-      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, blocks_[i] + uint64_t{block} * block_strides_[i]);
+      const uint4* from = blocks_[i] + uint64_t{block} * block_strides_[i];
+      if constexpr (kIsPaged) from += uint64_t{page_strides_[i]} * page;
+      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, from);
     });
   }
 
@@ -336,6 +341,7 @@ class Pipeline {
   bool has_scales_[kScaleCopies];
   const uint4* blocks_[kBlockCopies > 0 ? kBlockCopies : 1];  // the lane's chunks of scales of the first block
   uint32_t block_strides_[kBlockCopies > 0 ? kBlockCopies : 1];
+  uint32_t page_strides_[kIsPaged && kIsBlocked ? kBlockCopies : 1];  // of these, in multiples of 16 bytes
   // With pages: where scales of the next page are, in multiples of 16 bytes; the page of a later step, and how many of
   // the pages in lanes have been used.
   uint32_t scale_strides_[kIsPaged ? kScaleCopies : 1];

@@ -32,7 +32,8 @@ class WarpAttention {
 
  public:
   __device__ __forceinline__ WarpAttention(const DecodeParams& params, const unsigned char* planes,
-                                           const float* factors, const float* sums, int tail_step, int lane)
+                                           const float* factors, const float* sums, int tail_step, int tail_slot,
+                                           int lane)
       : g_(lane >> 2), t_(lane & 3), slot_(slot_of_row(lane >> 2)) {
     values_at_ = Pipeline::kValueAt + matrix_row<Shape::kValueRowBytes>(lane);
     keep(values_at_);
@@ -42,7 +43,7 @@ class WarpAttention {
       scale_at_ = slot_ * kHalves * 2;
       keep(scale_at_);
       if constexpr (kIsBlocked) {
-        blocks_.load(planes, tail_step, lane);
+        blocks_.load(planes, tail_step, tail_slot, lane);
       } else {
         key_at_ = RowLayout<Shape::kKeyRowBytes>::offset(slot_, 0, Keys::load_byte(t_, 0));
         keep(key_at_);

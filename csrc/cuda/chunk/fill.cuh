@@ -104,7 +104,8 @@ struct TileSource {
       : params(params),
         laps(plan.laps),
         tables(tables),
-        tail(params, kIsKey ? params.key_side : params.value_side, bounds.num_tokens(plan), bounds.start),
+        tail(params, plan.laps, kIsKey ? params.key_side : params.value_side, segment.b, bounds.num_tokens(plan),
+             bounds.start),
         tiles(memory + (kIsKey ? Shape::kKeysAt : Shape::kValuesAt)),
         b(segment.b),
         h(segment.h),
@@ -174,7 +175,7 @@ struct TileSource {
     const bool is_held = c < side().head_dim && is_seen(token), is_plain = is_held && tail.has(side(), token);
     for_all<kChunk>([&](int k) { x[k] = 0.f; });
     if (is_plain) {
-      tail.load(side(), b, h, token, c, x);
+      tail.load(side(), h, token, c, x);
     } else if (is_held) {
       load_channels(side(), laps.slot(b, token), h, laps.row(token), c, x);
     }

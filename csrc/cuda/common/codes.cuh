@@ -10,6 +10,7 @@
 
 #include "../../format.h"
 #include "instructions.cuh"
+#include "laps.h"
 
 namespace hf_kvquant::cuda {
 
@@ -203,11 +204,12 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
 
 // Which tokens of a sequence attention reads from the tail of a side.
 struct Tail {
-  int start, dense_first, begin;
+  int slot, start, dense_first, begin;  // slot: the index of the tail's first axis
 
   // `length` and `start` are clamped to what there is room for.
-  __device__ Tail(const CacheParams& params, const Side& side, int length, int start)
-      : start(max(start, 0)),
+  __device__ Tail(const CacheParams& params, const Laps& laps, const Side& side, int b, int length, int start)
+      : slot(side.tail == nullptr ? 0 : laps.tail_slot(b)),
+        start(max(start, 0)),
         dense_first(params.sink_length),
         begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
 
@@ -216,10 +218,10 @@ struct Tail {
   }
 
   // Loads eight channels of a token that the tail has.
-  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
+  __device__ void load(const Side& side, int64_t h, int token, int c, float (&x)[kChunk]) const {
     const int64_t row = tail_row(side, token, start, dense_first);
     load_values(side.tail, side.tail_dtype,
-                b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c, x);
+                slot * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c, x);
   }
 };
 

@@ -45,8 +45,9 @@ struct Laps {
   int num_rows;         // of a lap, a multiple of kBlockSize; INT32_MAX for a single lap
   unsigned reciprocal;  // ⌈2²³⁺ˢ / blocks of a lap⌉, s being `shift`; 0 for a single lap
   int shift;            // ⌈log2 of the blocks of a lap⌉
-  const int32_t* pages;  // [batch, num_laps]; nullptr: none
-  int num_laps, num_pages;
+  const int32_t* pages;  // of the laps of a sequence, page_stride apart from those of the next; nullptr: none
+  int page_stride, num_pages;
+  const int32_t* tail_pages;  // the page of each sequence's tail, page_stride apart; nullptr: sequence b has tail b
 
   // The number of the lap that a position is in; exact below kMaxRingLength, that is, 2²³ blocks.
   KVQ_BOTH int number(int position) const {
@@ -69,8 +70,16 @@ struct Laps {
   // The index of the first axis of the planes. Nobody has checked the page table on a GPU, and no page must be read
   // outside of the planes.
   __device__ __forceinline__ int slot(int b, int position) const {
-    if (pages == nullptr) return b;
-    const int page = load_kept(pages + int64_t{b} * num_laps + number(position));
+    return pages == nullptr ? b : checked(load_kept(pages + int64_t{b} * page_stride + number(position)));
+  }
+
+  // The same for a tail.
+  __device__ __forceinline__ int tail_slot(int b) const {
+    return tail_pages == nullptr ? b : checked(load_kept(tail_pages + int64_t{b} * page_stride));
+  }
+
+ private:
+  __device__ __forceinline__ int checked(int page) const {
     return static_cast<unsigned>(page) < static_cast<unsigned>(num_pages) ? page : 0;
   }
 #endif
@@ -78,14 +87,14 @@ struct Laps {
 
 inline Laps laps_of(const CacheParams& params) {
   const bool is_paged = params.page_table != nullptr;
-  if (!params.is_ring && !is_paged) return {INT32_MAX, 0, 0, nullptr, 0, 0};
+  if (!params.is_ring && !is_paged) return {INT32_MAX, 0, 0, nullptr, 0, 0, nullptr};
   const int num_rows = is_paged ? params.page_rows : params.capacity;
   const auto num_blocks = static_cast<uint32_t>(num_rows) / kBlockSize;
   int shift = 0;
   while (uint64_t{1} << shift < num_blocks) ++shift;
   const uint64_t unit = uint64_t{1} << (23 + shift);
   return {num_rows,         static_cast<unsigned>((unit + num_blocks - 1) / num_blocks), shift, params.page_table,
-          is_paged ? params.capacity / num_rows : 0, params.num_pages};
+          params.page_table_stride, params.num_pages, params.tail_pages};
 }
 
 // The most tokens of a sequence that there is room for. Kernels skip tokens beyond it.

@@ -433,10 +433,11 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
 
 constexpr int kColumnsOfWarp = 32;  // channels: eight per lane, four lanes side by side, on eight rows
 
-// A block of tokens to quantise, from row `row` of the planes on. Tokens before `first_new` are read from the tail,
-// others are new. Tokens before `first_counted` do not count for scales and get codes of 0.
+// A block of tokens to quantise, from row `row` of the planes on, whose first axis is at `slot`. Tokens before
+// `first_new` are read from the tail at `tail_slot`, others are new. Tokens before `first_counted` do not count for
+// scales and get codes of 0.
 struct BlockOfTokens {
-  int begin, row, first_new, first_counted, tail_row;
+  int begin, slot, row, first_new, first_counted, tail_slot, tail_row;
 };
 
 // One warp quantises channels `first` ... of a block. `dense` begins with token `first_new`. kIsWide: the tail and new
@@ -451,7 +452,8 @@ __device__ __noinline__ void quantize_columns(const Side& side, const Dense& den
   const int num_padding = min(max(tokens.first_counted - begin, 0), kBlockSize);
   const int num_old = min(max(tokens.first_new - begin, 0), kBlockSize);
   const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
-  const int64_t from_tail = b * tail.stride_b + h * tail.stride_h + tokens.tail_row * tail.stride_t + c;
+  const int64_t from_tail =
+      tokens.tail_slot * tail.stride_b + h * tail.stride_h + tokens.tail_row * tail.stride_t + c;
   const int64_t from_new =
       b * dense.stride_b + h * dense.stride_h + int64_t{begin - tokens.first_new} * dense.stride_t + c;
   // Calls `use(row, x)` for the rows of this lane, except padding.
@@ -500,12 +502,12 @@ __device__ __noinline__ void quantize_columns(const Side& side, const Dense& den
   }
   if (!has_channels) return;
   if (first_row == 0) {
-    half_bits* scale = scale_at(side, b, h, tokens.row / kBlockSize, 0) + c;
-    half_bits* zero = zero_at(side, b, h, tokens.row / kBlockSize, 0) + c;
+    half_bits* scale = scale_at(side, tokens.slot, h, tokens.row / kBlockSize, 0) + c;
+    half_bits* zero = zero_at(side, tokens.slot, h, tokens.row / kBlockSize, 0) + c;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) scale[k] = values[k].scale, zero[k] = values[k].zero;
   }
-  uint8_t* codes = code_row(side, b, h, tokens.row) + c / 2;
+  uint8_t* codes = code_row(side, tokens.slot, h, tokens.row) + c / 2;
   for (int row = first_row; row < num_padding; row += kRows) {
     *reinterpret_cast<uint32_t*>(codes + row * side.codes_stride_t) = 0;
   }

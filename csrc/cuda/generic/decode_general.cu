@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(kNumThreads)
   int begin = max(start, 0);
   if (params.sliding_window > 0) begin = max(begin, first_position - params.sliding_window + 1);
 
-  const Tail key_tail(params, params.key_side, length, start), value_tail(params, params.value_side, length, start);
+  const Tail key_tail(params, laps, params.key_side, place.b, length, start);
+  const Tail value_tail(params, laps, params.value_side, place.b, length, start);
   const int64_t num_tokens = max(length - begin, 0);
   const int64_t tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
   const int64_t split_begin = begin + split * tokens_per_split;
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(kNumThreads)
     float key[kChunk] = {}, value[kChunk] = {};
     const auto load = [&](const Side& side, const Tail& tail, float (&x)[kChunk]) {
       if (kHasTails && tail.has(side, static_cast<int>(t))) {
-        tail.load(side, b, h, static_cast<int>(t), c, x);
+        tail.load(side, h, static_cast<int>(t), c, x);
       } else {
         const int token = static_cast<int>(t);
         load_channels(side, kHasTails ? laps.slot(b, token) : b, h, kHasTails ? laps.row(token) : t, c, x);

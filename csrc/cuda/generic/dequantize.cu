@@ -133,13 +133,13 @@ __global__ void __launch_bounds__(kNumWarps* kLanes, kMinCtas)
   }
   if (side.tail == nullptr) return;
   // Dense tokens, over what their codes gave.
-  const Tail tail(params, side, length, params.starts == nullptr ? 0 : min(params.starts[b], max_length));
+  const Tail tail(params, laps, side, b, length, params.starts == nullptr ? 0 : min(params.starts[b], max_length));
 #pragma unroll 1
   for (int r = 0; r < kTokens; ++r) {
     const int i = first + r * rows, position = params.begin + i;
     if (i >= end || !is_held(position) || !tail.has(side, position)) continue;
     float x[kChunk];
-    tail.load(side, b, h, position, c, x);
+    tail.load(side, h, position, c, x);
     store_values(out, params.dtype, out_first + int64_t{i} * side.head_dim, x);
   }
 }

@@ -70,7 +70,7 @@ def generate(
     generation_config = sampling_config(model.generation_config, None)
     generation_config.max_length = None
     options = {
-        "num_blocks": max(num_pages, *(prompt.num_pages for prompt in prompts)) + 1,
+        "num_blocks": max(num_pages, *(prompt.num_pages for prompt in prompts)) + 2,  # one may be for a tail
         "max_batch_tokens": max(LEAST_TOKENS, 2 * max(len(prompt.tokens) for prompt in prompts)),
         "allow_block_sharing": False,  # a shared prefix would be read as codes
     }
@@ -131,7 +131,8 @@ class _Run:
             return True
         running = [prompts[each] for each in self._running.values()]
         unread = sum(len(prompts[self._running[name]].tokens) for name in self._unread)
-        pages = sum(prompt.num_pages for prompt in running) + prompts[index].num_pages
+        num_tails = self._manager.batch_processor.cache.allocator.num_tails
+        pages = sum(prompt.num_pages + num_tails for prompt in [*running, prompts[index]])
         return (
             pages <= self._num_pages * PAGES_SHARE
             and unread + len(prompts[index].tokens) + len(running) <= self._max_tokens

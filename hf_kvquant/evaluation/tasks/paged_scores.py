@@ -39,7 +39,7 @@ class Place:
     """A row in the pages.
 
     Attributes:
-        pages: Of the row, in order.
+        pages: Of the row, in order, as in a page table.
         later: The tokens that come after its first chunk.
         first: Tokens of the first chunk.
     """
@@ -65,10 +65,11 @@ class Scorer:
     def __init__(self, model: PreTrainedModel, config: KVQuantConfig, batch_size: int, max_length: int) -> None:
         self._model: Any = model
         self._budget = batch_size * CHUNK_SIZE
-        self._num_pages = 2 * _pages(max_length + 1) + PAGES_PER_ROW * batch_size
+        self._num_pages = 2 * (_pages(max_length + 1) + 1) + PAGES_PER_ROW * batch_size
         options = {"num_blocks": self._num_pages, "max_batch_tokens": self._budget}
         # Nothing is captured, since the manager does not run.
         self._pages = Pages(model, config, GenerationConfig(), use_cuda_graph=False, **options)
+        self._num_tails = self._pages.cache.allocator.num_tails
         self._device = model.device
         types, kwargs = layers_of(text_config_of(model))
         self._windows = [
@@ -87,12 +88,12 @@ class Scorer:
         for row in sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed)):
             is_new = row.context != last
             added = row.first_chunk if is_new else 0, min(CHUNK_SIZE, len(row.fed) + 1)
-            needed = _pages(len(row.context) + len(row.fed)) + is_new
+            needed = self._num_tails + _pages(len(row.context) + len(row.fed)) + is_new * (1 + self._num_tails)
             sums = [before + more for before, more in zip(tokens, added, strict=True)]
             if batch and (max(sums) > self._budget or pages + needed > self._num_pages):
                 yield batch
                 batch, pages, sums = [], 0, [row.first_chunk, added[1]]
-                needed = _pages(len(row.context) + len(row.fed)) + 1
+                needed = _pages(len(row.context) + len(row.fed)) + 1 + 2 * self._num_tails
             batch.append(row)
             tokens, pages, last = sums, pages + needed, row.context
         if batch:
@@ -136,16 +137,19 @@ class Scorer:
     ) -> tuple[list[Place], dict[tuple[int, ...], list[int]]]:
         """The pages of every row and of every first chunk. What is to be copied is copied by `_first`."""
         numbers = itertools.count()
-        held = {first: [next(numbers) for _ in range(_pages(len(first)))] for first in firsts}
+        held = {first: [next(numbers) for _ in range(self._num_tails + _pages(len(first)))] for first in firsts}
         places = []
         self._moves: dict[int, int] = {}
         for row in rows:
             first = row.context[: row.first_chunk]
-            shared = held[first][: len(first) // PAGE_SIZE]
+            tails, pages = held[first][: self._num_tails], held[first][self._num_tails :]
+            shared = pages[: len(first) // PAGE_SIZE]
+            own_tails = [next(numbers) for _ in tails]
             own = [next(numbers) for _ in range(_pages(len(row.context) + len(row.fed)) - len(shared))]
-            if own and len(held[first]) > len(shared):
-                self._moves[own[0]] = held[first][-1]
-            places.append(Place([*shared, *own], (row.context + row.fed)[len(first) :], len(first)))
+            self._moves.update(zip(own_tails, tails, strict=True))
+            if own and len(pages) > len(shared):
+                self._moves[own[0]] = pages[-1]
+            places.append(Place([*own_tails, *shared, *own], (row.context + row.fed)[len(first) :], len(first)))
         return places, held
 
     def _first(

@@ -113,4 +113,4 @@ def check_batched(model: PreTrainedModel, config: KVQuantConfig) -> None:
         ImportError, NotImplementedError, ValueError: Pages do not serve the model or the config.
     """
     with patched(model, config):
-        Pages(model, config, GenerationConfig(), num_blocks=1, max_batch_tokens=1).close()
+        Pages(model, config, GenerationConfig(), num_blocks=2, max_batch_tokens=1).close()
