@@ -22,7 +22,7 @@ from .attention.registry import implementation_name, is_ours, set_attention
 from .batching import hook as batching
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig
-from .generate.hook import HOOK, asks_for_us, prepare_cache
+from .generate.hook import HOOK, asks_for_us, check_folded, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
 from .models.layers import keeps_cache, layers_of
@@ -43,7 +43,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     user passes, `use_cache=False`, any other `cache_implementation` of transformers and assistant models work as
     before. Patching again replaces the config. With `static=True` the model keeps the buffers of a call until
     `unpatch`, so that the next call reuses them and the compiled steps. Steps captured with `capture=True` are kept,
-    too. They do not notice later changes to the model: patch again after switching adapters or adding hooks.
+    too. If weights, modules, hooks or adapters change, the next call captures new ones.
 
     Args:
         model: A transformers model with a decoder. In an encoder-decoder, the self-attention cache is quantised.
@@ -170,6 +170,7 @@ def _hook_for_all(self: PreTrainedModel, generation_config: Any, model_kwargs: d
 def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     """Refuse a model that `patch` cannot serve, with the errors of `patch`."""
     check_is_model(model, "patch")
+    check_folded(model, "patch")
     if model.config.is_encoder_decoder and config.capture:
         raise NotImplementedError(
             f"patch: `capture` must be False for {type(model).__name__}, got True: it is an encoder-decoder, whose "

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from .config import KVQuantConfig
+from .models.adapters import weight_sample
 from .storage.pool import BufferPool
 
 _ATTRIBUTE = "_hf_kvquant"
@@ -64,12 +65,14 @@ class ModelState:
         transforms: What `set_centers` and `set_smoothing` left.
         smoothing: What `smooth_attention` left.
         value_rotation: What `rotate_values` left.
+        folded: By function that changed weights in this process, the modules that have them: a sample of each weight.
     """
 
     patch: Patch | None = None
     transforms: ModelTransforms | None = None
     smoothing: Any = None
     value_rotation: Any = None
+    folded: Mapping[str, Mapping[str, Tensor]] | None = None
 
 
 class Captures:
@@ -165,6 +168,15 @@ def keep(model: nn.Module, **changes: Any) -> None:
         setattr(model, _ATTRIBUTE, state)
     else:
         model.__dict__.pop(_ATTRIBUTE, None)
+
+
+def keep_folded(model: nn.Module, function: str, names: Iterable[str]) -> None:
+    """Note the modules whose weights a function has changed, so that adapters no longer fit; none if it undid that."""
+    noted = {each: tuple(samples) for each, samples in (state_of(model).folded or {}).items()}
+    noted[function] = tuple(names)
+    # All of them anew: a fused projection may be changed by several functions.
+    samples = {each: {name: weight_sample(model, name) for name in names} for each, names in noted.items() if names}
+    keep(model, folded=samples or None)
 
 
 def notes_on(model: nn.Module) -> ModelNotes:

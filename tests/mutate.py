@@ -593,8 +593,52 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/generate/hook.py",
+        (
+            '    check_folded(model, "generate")\n',
+            "",
+            "an adapter acts beside weights that it was not trained with",
+            "adapters",
+        ),
+    ),
+    *of(
+        "hf_kvquant/state.py",
+        (
+            "folded=samples or None",
+            "folded=None",
+            "changed weights are forgotten, and take any adapter",
+            "adapters",
+        ),
+    ),
+    *of(
+        "hf_kvquant/models/hashes.py",
+        (
+            "if settings else digest",
+            "if False else digest",
+            "a saved cache is continued with another adapter",
+            "adapters",
+        ),
+        (
+            "                yield from plain_tensors(part)",
+            "                pass",
+            "codes of quantised weights are not hashed",
+            "quantized_weights",
+        ),
+    ),
+    *of(
+        "hf_kvquant/calibration/origins.py",
+        (
+            'name not in ("weight", "bias")',
+            "False",
+            "factors are folded into weights that compressed-tensors rounds again",
+            "quantized_weights",
+        ),
+    ),
+    *of(
         "hf_kvquant/graphs/capture.py",
         ("        model.training,\n", "", "a step captured in training serves evaluation", "capture"),
+        ("        adapter_settings(model),\n", "", "a step of another adapter is replayed", "adapters"),
+        ("        tuple(_what_runs(model)),\n", "", "a step from before a hook is replayed", "adapters"),
         ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
         (
             "            storage.check_room(num_tokens)\n",

@@ -653,7 +653,7 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
         (["--weights-only"], "`--weights-only` must come with --check, got it alone. Add --check."),
         (["--check", "--rotate-values"], "`--rotate-values` must come without --check, which calibrates nothing"),
         (["--check", "--no-factors"], "`--no-factors` must come without --check, which calibrates nothing, got both."),
-        (["--check", "--mode", "auto"], "`--mode` must come without --check, which calibrates nothing, got both."),
+        (["--check", "--mode", "fold"], "`--mode` must come without --check, which calibrates nothing, got both."),
         (["--check", "--tokens", "512"], "`--tokens` must come without --check, which calibrates nothing, got both."),
         (
             ["--check", "--weights-only", "--text-file", "TEXT"],

@@ -100,8 +100,9 @@ def with_outliers(name: str = "llama", dtype: torch.dtype = torch.float32, **opt
 
 
 def smooth(model: Any, *args: Any, **kwargs: Any) -> SmoothingResult:
-    """`smooth_attention` on the text of these tests."""
-    return smooth_attention(model, models.tokenizer(), [TEXT], *args, **{"window": WINDOW, **kwargs})
+    """`smooth_attention` on the text of these tests, into the weights or not at all unless a mode is named."""
+    options = {"window": WINDOW, "mode": "fold", **kwargs}
+    return smooth_attention(model, models.tokenizer(), [TEXT], *args, **options)
 
 
 def logits(model: Any, text: str = OTHER) -> Tensor:

@@ -54,6 +54,7 @@ def check_model(where: str, model: PreTrainedModel) -> None:
 
 def identity(model: PreTrainedModel) -> dict[str, Any]:
     """What identifies a model."""
+    weights = weights_hash(model)  # first: compressed-tensors changes the config when it unpacks the weights
     settings = {
         name: value
         for name, value in text_config_of(model).to_dict().items()
@@ -62,7 +63,7 @@ def identity(model: PreTrainedModel) -> dict[str, Any]:
     return {
         "config": json.loads(json.dumps(settings, default=str)),  # as `load` reads it
         "dtype": str(model.dtype).removeprefix("torch."),
-        "weights_sha256": weights_hash(model),
+        "weights_sha256": weights,
     }
 
 

@@ -18,9 +18,7 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
         TypeError: `model` is not a `PreTrainedModel`.
         NotImplementedError: It is no decoder, caches something other than keys, or is sharded over processes.
     """
-    check_is_model(
-        model, where, "Pass the model itself, not a pipeline or a wrapper; merge adapters first (merge_and_unload)."
-    )
+    check_is_model(model, where)
     if model.config.is_encoder_decoder or not keeps_cache(model):
         raise NotImplementedError(
             f"{where}: `model` must be a decoder that keeps keys and values in a cache of transformers, got "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..models.adapters import without_adapters
 from ..models.probing import evaluating, forward
 from .layout import LayerLayout
 from .observation import Observation, observed
@@ -65,7 +66,7 @@ class Folding:
         sides = (side for layout in layouts.values() for side in (layout.key, layout.query))
         names = [f"{side.name}.weight" for side in sides if side.rule == "gain_plus_one"]
         if originals is None:
-            originals = {name: model.get_parameter(name).detach().cpu().clone() for name in names}
+            originals = {name: self._parameter(name).detach().cpu().clone() for name in names}
         self.originals = originals
 
     def scale(self, factors: Mapping[int, Tensor]) -> None:
@@ -78,7 +79,11 @@ class Folding:
         self.scale({index: 1 / factor for index, factor in factors.items()})
         with torch.no_grad():
             for name, original in self.originals.items():
-                self.model.get_parameter(name).copy_(original)
+                self._parameter(name).copy_(original)
+
+    def _parameter(self, name: str) -> Tensor:
+        owner, _, last = name.rpartition(".")
+        return without_adapters(self.model.get_submodule(owner)).get_parameter(last)
 
     def settle(self, exponents: Mapping[int, Tensor], input_ids: Tensor, where: str) -> dict[int, Tensor]:
         """Reduce exponents until no layer's attention changes a bit. The model is scaled and scaled back in each trial.
@@ -173,7 +178,9 @@ def _parts(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> Itera
     for scalable, multiplier in ((layout.key, 1 / factor), (layout.query, of_queries)):
         features, factors = scalable.per_feature(multiplier)
         is_scaled = factors != 1
-        for name, parameter in model.get_submodule(scalable.name).named_parameters(recurse=False):
+        # Adapters that came after folding are left alone when it is undone.
+        module = without_adapters(model.get_submodule(scalable.name))
+        for name, parameter in module.named_parameters(recurse=False):
             is_matrix = name == "weight" and scalable.rule in ("rows", "columns")
             rows = scalable.by_feature(parameter) if is_matrix else parameter.detach().view(-1, 1)
             offset = int(name == "weight" and scalable.rule == "gain_plus_one")

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..cache.support import other_caches
+from ..models.adapters import is_adapter
 from ..models.probing import arbitrary_ids, forward, hooked
 from ..models.text_config import positions_of, text_config_of
 from .checks import check_decoder
@@ -153,8 +154,7 @@ class Probe:
         """Refuse a module of a layer whose weights are not plain numbers in memory."""
         name, edit = self.names[module], self.edit
         for wrapper in self.modules[layer_idx].modules():
-            is_adapter = hasattr(wrapper, "base_layer") or hasattr(wrapper, "lora_A")
-            if is_adapter and any(child is module for child in wrapper.modules()):
+            if is_adapter(wrapper) and any(child is module for child in wrapper.modules()):
                 raise NotImplementedError(
                     f"{self.where}: `model` must have no adapters on {edit.what}, got {type(wrapper).__name__} at "
                     f"{self.names[wrapper]}. Merge them first (merge_and_unload), or {edit.verb} the base model and "
@@ -162,15 +162,13 @@ class Probe:
                 )
         if getattr(getattr(module, "_hf_hook", None), "offload", False):
             raise self._not_in_memory(f"{name}, which is offloaded")
-        for tensor in module.state_dict(keep_vars=True).values():
-            is_plain = type(tensor) in (nn.Parameter, Tensor)
-            if isinstance(tensor, Tensor) and (tensor.dtype not in FLOATS or not is_plain):
-                raise NotImplementedError(
-                    f"{self.where}: `model` must have plain weights in float32, bfloat16 or float16 behind "
-                    f"{edit.what}, got {type(module).__name__} with {str(tensor.dtype).removeprefix('torch.')} "
-                    f"{type(tensor).__name__} at {name}. {edit.verb.capitalize()} the unquantised model, then quantise "
-                    "its weights."
-                )
+        found = _quantized_tensor(module)
+        if found is not None:
+            raise NotImplementedError(
+                f"{self.where}: `model` must have plain weights in float32, bfloat16 or float16 behind {edit.what}, "
+                f"got {type(module).__name__} with {found} at {name}. {edit.verb.capitalize()} the unquantised model, "
+                "then quantise its weights."
+            )
 
     def check_not_shared(self, names: Iterable[str]) -> None:
         """Refuse to edit the modules of these names if other modules share their parameters."""
@@ -287,6 +285,18 @@ class Probe:
                 span = weight.numel() if rule.startswith("gain") else output.num_features
                 return Source(output, index, Scalable(name, rule, index % span))
         return f"come from {self.names[passed[0][0].module]}, which has no weights"
+
+
+def _quantized_tensor(module: nn.Module) -> str | None:
+    """A tensor of a module that is not a plain weight or bias, in words; `None` if all are."""
+    # Not those of `state_dict`: bitsandbytes rounds the weights of a CPU model in it.
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dtype not in FLOATS or type(tensor) not in (nn.Parameter, Tensor):
+            return f"{str(tensor.dtype).removeprefix('torch.')} {type(tensor).__name__}"
+        # compressed-tensors rounds plain weights and inputs in the forward, by scales in parameters of their own.
+        if isinstance(module, (nn.Linear, Conv1D)) and name not in ("weight", "bias"):
+            return f"a '{name}' besides its weight"
+    return None
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from ..common.progress import show_progress
 from ..config import KVQuantConfig
 from ..models.hashes import hash_of
 from ..models.text_config import check_is_model
-from ..state import ModelTransforms, keep, state_of
+from ..state import ModelTransforms, keep, keep_folded, state_of
 from ..transforms.of_model import set_centers, set_smoothing, transforms_of
 from .folding import Folding
 from .layout import LayerLayout, find_layouts
@@ -52,7 +52,7 @@ def smooth_attention(
     texts: Iterable[str],
     preset_or_config: str | KVQuantConfig | Mapping[str, Any] = "int4",
     *,
-    mode: Mode = "fold",
+    mode: Mode = "auto",
     centers: bool = True,
     factors: bool = True,
     candidates: Sequence[Candidate] = CANDIDATES,
@@ -63,8 +63,9 @@ def smooth_attention(
 ) -> SmoothingResult:
     """Calibrate the centres and smoothing factors of keys, as the config's transforms ask.
 
-    By default factors are folded into the weights; the logits stay the same to the bit. Centres are kept on the model,
-    for the caches that it makes from now on, and in the result. After an error the model is unchanged.
+    Factors are folded into the weights where that leaves the logits the same to the bit. Where weights are quantised,
+    have adapters or cannot be edited for another reason, caches apply them. Centres are kept on the model, for the
+    caches that it makes from now on, and in the result. After an error the model is unchanged.
 
     Args:
         model: A decoder-only model. Folding writes its weights in place and marks its config, so `save_pretrained`
@@ -73,9 +74,9 @@ def smooth_attention(
         texts: Text like the model's future input; 16,000 tokens are plenty.
         preset_or_config: The format of the cache. Layers whose transforms do not name `"center"` or `"smooth"` get no
             centres or no factors.
-        mode: Where factors go. `"fold"`: into the weights, which must be in memory and not quantised. `"online"`: to
-            the caches, which divide keys and multiply queries on the fly; no weight changes, and RoPE ties no channels.
-            `"auto"`: into the weights where possible, else to the caches, with a warning in the log.
+        mode: Where factors go. `"auto"`: into the weights where possible, else to the caches; the log says why.
+            `"fold"`: into the weights, which must be in memory and not quantised, or an error. `"online"`: to the
+            caches, which divide keys and multiply queries on the fly; no weight changes, and RoPE ties no channels.
         centers, factors: Whether to calibrate them. Otherwise the model keeps its centres: from biases, or set by you.
         candidates: Exponents alpha of `max|key|^alpha` to try in each layer, and `"energy"`. 0 is always tried.
         num_tokens: About how many tokens of the texts to use, spread over all of them.
@@ -183,6 +184,7 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
         Folding(model, state.layouts, state.result.originals).undo(folded)
         assert hash_of(model, state.result.parameters) == state.result.original_hash
         delattr(model.config, CONFIG_KEY)
+        keep_folded(model, WHERE, ())
     # Centres that were set in place of calibrated ones are dropped, too.
     given = state.before.centers if state.result.centers() else _times(transforms_of(model).centers, folded)
     set_centers(model, given)
@@ -299,6 +301,9 @@ def _install(
     keep(model, smoothing=_State(result, layouts, before))
     if folded:
         setattr(model.config, CONFIG_KEY, {"folded_hash": result.folded_hash})
+    if folded and not is_known:
+        # Adapters for a checkpoint that was smoothed before are of that checkpoint, so they fit.
+        keep_folded(model, WHERE, (side.name for layout in layouts.values() for side in (layout.key, layout.query)))
     inverse = {index: 1 / factor for index, factor in folded.items()}
     # Setting no centres makes the next cache find them in the biases again, which are now divided, too.
     set_centers(model, _times({**(before.centers or {}), **centers} if centers else before.centers, inverse))

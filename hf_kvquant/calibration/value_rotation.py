@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..models.adapters import without_adapters
 from ..models.probing import evaluating, forward, hooked
 from ..models.text_config import check_is_model, positions_of, text_config_of
 from ..spec import reference
-from ..state import keep, state_of
+from ..state import keep, keep_folded, state_of
 from .layout import ValueLayout, find_value_layouts
 from .text import CHECK_TOKENS
 
@@ -99,6 +100,7 @@ def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
         _put_back(model, state)
         raise
     keep(model, value_rotation=state)
+    keep_folded(model, where, (side.name for layout in layouts.values() for side in (layout.value, layout.output)))
     setattr(model.config, CONFIG_KEY, True)
     return tuple(layouts)
 
@@ -134,6 +136,7 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
             )
     _put_back(model, state)
     keep(model, value_rotation=None)
+    keep_folded(model, "rotate_values", ())
     delattr(model.config, CONFIG_KEY)
     return model
 
@@ -147,7 +150,7 @@ def _rotatable(model: PreTrainedModel, layouts: Mapping[int, ValueLayout]) -> It
     """The rotated parameters: views `[features, ...]`, each with the feature of each channel, `[heads, head_dim]`."""
     for layout in layouts.values():
         for side in (layout.value, layout.output):
-            module: Any = model.get_submodule(side.name)
+            module: Any = without_adapters(model.get_submodule(side.name))
             yield side.by_feature(module.weight), side.index
             if side is layout.value and module.bias is not None:
                 yield module.bias.detach(), side.index

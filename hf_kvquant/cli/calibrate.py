@@ -18,11 +18,12 @@ from ..config import PRESETS
 from ..evaluation.errors import Refused, UsageError
 from ..evaluation.preparation import load_calibration, read_text
 from ..preflight.check import run_preflight
+from ..preflight.signals import reason_of
 from ..preflight.verdict import PreflightError
 from .arguments import add_command, add_placement, checked_output, checked_preset, load_placed, option
 
 # Options that say how to calibrate, and their defaults.
-CALIBRATION: dict[str, Any] = {"mode": "fold", "no_centers": False, "no_factors": False, "rotate_values": False}
+CALIBRATION: dict[str, Any] = {"mode": "auto", "no_centers": False, "no_factors": False, "rotate_values": False}
 CALIBRATION |= {"tokens": 16384, "window": 2048, "batch_size": 1}
 
 
@@ -35,7 +36,8 @@ def add_parser(commands: Any) -> None:
         help="find centres and smoothing factors of keys, and save the model with them",
         description="Find what the transforms of a preset need, on the given text: the centre of each layer's keys, "
         "and factors that make outlier channels of keys smaller and those of queries larger, where that reduces the "
-        "error. Factors are folded into the weights, which leaves logits bitwise the same. The model is saved, and "
+        "error. Factors are folded into the weights where that leaves logits bitwise the same; otherwise, as with "
+        "quantised weights, caches apply them. The model is saved, and "
         f"next to it {FILE_NAME} with the rest. With --check, nothing is changed or saved: the command looks at the "
         "weights and at how much quantising a layer changes the next token, and says which preset each layer "
         "tolerates, or whether all layers tolerate the given one.",
@@ -54,8 +56,8 @@ def add_parser(commands: Any) -> None:
     add(
         "--mode",
         choices=get_args(Mode),
-        help="fold: factors go into the weights; online: caches apply them; auto: into the weights where possible "
-        "(default: %(default)s)",
+        help="fold: factors go into the weights, or an error; online: caches apply them; auto: into the weights where "
+        "possible (default: %(default)s)",
     )
     add("--no-centers", action="store_true", help="leave centres as they are")
     add("--no-factors", action="store_true", help="find centres only")
@@ -117,10 +119,16 @@ def calibrate(args: argparse.Namespace, preset: str) -> None:
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"{args.model} cannot be calibrated. {error}") from error
     try:
+        output.mkdir(parents=True, exist_ok=True)
+        result.save(output / FILE_NAME)  # first: it took the time
         with without_bars():
             model.save_pretrained(output)
         tokenizer.save_pretrained(output)
-        result.save(output / FILE_NAME)
+    except (NotImplementedError, ValueError) as error:
+        raise UsageError(
+            f"{args.model} must have weights that transformers can save, got others ({reason_of(error)}). The factors "
+            f"are in {output / FILE_NAME}. Copy this file into the folder of the model, where commands find it."
+        ) from error
     except (OSError, SafetensorError) as error:
         raise UsageError(
             f"`--output` must have room for the model, got {args.output}: {error}. Make room, or name another folder, "

@@ -21,10 +21,11 @@ from ..attention.unregistered import check_static
 from ..cache.cache import KVQuantCache
 from ..cache.support import check_layers
 from ..config import BACKEND, KVQuantConfig, is_like_backend
+from ..models.adapters import adapted, changed
 from ..models.layers import count_layers, keeps_cache
 from ..models.sharding import check_heads
 from ..models.text_config import text_config_of
-from ..state import notes_on, patch_of
+from ..state import notes_on, patch_of, state_of
 from ..storage.pool import BufferPool
 from ..storage.residency import BufferKind
 from ..transforms.of_model import key_transforms
@@ -82,6 +83,7 @@ def prepare_cache(
     def prepare(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
         return (fall_through or getattr(type(model), HOOK))(model, generation_config, model_kwargs, *args)
 
+    check_folded(model, "generate")
     _check_given(call)
     config = _config_of(call)
     if config is None:
@@ -242,6 +244,32 @@ def _new_cache(call: _Call, config: KVQuantConfig) -> KVQuantCache:
         length = config.max_cache_len or _static_length(pool, call.batch, call.max_length)
         buffers = {"max_cache_len": length, "pool": pool}
     return KVQuantCache(model.config, config, key_transforms=key_transforms(model, config), **buffers)
+
+
+_UNDO = {"smooth_attention": "unsmooth", "rotate_values": "unrotate_values"}
+
+
+def check_folded(model: PreTrainedModel, where: str) -> None:
+    """Refuse adapters on, or merged into, weights that were changed after the model was loaded: they do not fit them.
+
+    Raises:
+        ValueError: There are some.
+    """
+    for function, samples in (state_of(model).folded or {}).items():
+        found = adapted(model, samples)
+        if found:
+            raise ValueError(
+                f"{where}: `model` must not have adapters on weights that {function} has changed, got one at "
+                f"{found[0]}. Call hf_kvquant.{_UNDO[function]}(model) first; smooth_attention then leaves the factors "
+                "to the caches. If the adapter was trained after the change, save the model, and load both."
+            )
+        name = changed(model, samples)
+        if name is not None:
+            raise ValueError(
+                f"{where}: `model` must have the weights that {function} left, got others at {name}. If an adapter was "
+                "merged into them, it does not fit: load the model again, and merge first. If they were trained since, "
+                "save the model and load that."
+            )
 
 
 def _check_call(call: _Call) -> None:

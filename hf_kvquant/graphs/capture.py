@@ -7,7 +7,8 @@ place of the compiled one; `decode_loop.py` the choice of the next token as well
 recording, small kernels of the model are fused (`fusion.py`) and weights are fetched ahead (`prefetch.py`).
 
 A graph reads and writes fixed addresses. It is kept on the model, under the addresses of all tensors that it uses but
-does not own: the weights and the buffers of the cache. If these move, a new graph is captured.
+does not own: the weights and the buffers of the cache. If these move, a new graph is captured. So it is if modules,
+hooks or adapters change: adapters that are switched, merged or taken away.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import abc
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -25,6 +26,8 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
+from ..models.adapters import adapter_settings
+from ..models.hashes import plain_tensors
 from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
 from .fusion import fused
@@ -70,7 +73,9 @@ def check_capturable(model: PreTrainedModel) -> None:
 def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Hashable:
     """Everything that is fixed in a captured step: if any of it changes, another step is captured."""
     return (
-        tuple(address for tensor in (*model.parameters(), *model.buffers()) for address in _addresses(tensor)),
+        tuple(part.data_ptr() for tensor in (*model.parameters(), *model.buffers()) for part in plain_tensors(tensor)),
+        tuple(_what_runs(model)),
+        adapter_settings(model),
         model.training,
         # A tensor created in inference mode cannot be written outside of it.
         torch.is_inference_mode_enabled(),
@@ -84,14 +89,14 @@ def buffers_of(cache: KVQuantCache) -> Hashable:
     return tuple(storage.addresses() for storage in cache.storages)
 
 
-def _addresses(tensor: Tensor) -> Iterable[int]:
-    if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight or one of a rank, which wraps tensors
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, Tensor):
-                yield from _addresses(part)
-    else:
-        yield tensor.data_ptr()
+def _what_runs(model: PreTrainedModel) -> Iterator[Any]:
+    """The classes of a model's modules, and the hooks and the forwards of their own that some have."""
+    for module in model.modules():
+        own = vars(module)
+        yield type(module)
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            # The number of a hook is given once in a process.
+            yield tuple(own["_forward_hooks"]), tuple(own["_forward_pre_hooks"]), id(own.get("forward"))
 
 
 def signature_of(value: Any) -> Hashable:

@@ -14,6 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .adapters import adapter_settings
+from .probing import keys_of_a_token
+
 # Numbers hashed of each weight: a model of 300 weights is identified within some hundredths of a second, at any size.
 SAMPLES = 4096
 
@@ -21,12 +24,24 @@ SAMPLES = 4096
 def weights_hash(model: PreTrainedModel) -> str:
     """SHA-256 over a sample of every weight, including changes that were injected, folded or calibrated into it.
 
-    The hash changes with another checkpoint, after training and with an adapter. It may miss changes to a few numbers.
+    The hash changes with another checkpoint, after training, and with the adapters that are active. It may miss changes
+    to a few numbers. A model with quantised weights is run on one token.
     """
-    # Quantised layers add entries to `state_dict` that are no tensors of a module. Buffers that are not saved, such as
-    # the frequencies of a RoPE that grows with the context, change while the model runs. Neither is hashed.
-    owned = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    return hash_of(model, sorted(owned.intersection(model.state_dict())), samples=SAMPLES)
+    if getattr(model, "hf_quantizer", None) is not None:
+        keys_of_a_token(model)  # some layers unpack or repack their weights in the first forward
+    # `state_dict` would not do: bitsandbytes rounds the weights of a CPU model in it.
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(_saved_buffers(model))
+    digest = hash_of(model, sorted(names), samples=SAMPLES)
+    settings = adapter_settings(model)
+    return hashlib.sha256(f"{digest} {settings}".encode()).hexdigest() if settings else digest
+
+
+def _saved_buffers(model: PreTrainedModel) -> Iterator[str]:
+    """Names of buffers without those that are not saved, such as the frequencies of a RoPE, which grow with a text."""
+    for prefix, module in model.named_modules():
+        for name, _ in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix(".")
 
 
 def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = None) -> str:
@@ -45,12 +60,24 @@ def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = 
         tensor = getattr(model.get_submodule(owner), last).detach()
         digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
         if not tensor.is_meta:
-            if samples is not None:
-                # An odd stride reaches every row and every column of a matrix whose sides are powers of two.
-                tensor = tensor.reshape(-1)[:: tensor.numel() // samples | 1]
-            numbers = tensor.float() if tensor.is_floating_point() else tensor
-            digest.update(numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for part in plain_tensors(tensor):
+                if samples is not None:
+                    # An odd stride reaches every row and every column of a matrix whose sides are powers of two.
+                    part = part.reshape(-1)[:: part.numel() // samples | 1]
+                numbers = part.float() if part.is_floating_point() else part
+                digest.update(numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the numbers of a weight: itself, or what a quantised weight or one of a rank wraps."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield from plain_tensors(part)
+    else:
+        yield tensor.as_subclass(Tensor)
 
 
 def content_hash(facts: str, tensors: Mapping[str, Tensor]) -> str:

@@ -23,6 +23,8 @@ def check_is_model(
         TypeError: It is something else.
     """
     if not isinstance(model, PreTrainedModel):
+        if hasattr(model, "get_base_model"):  # peft's PeftModel
+            remedy = "Pass model.get_base_model(), which has the adapters in its layers."
         raise TypeError(
             f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. {remedy}"
         )

@@ -78,9 +78,15 @@ def _probed(model: nn.Module, num_positions: int) -> Iterator[None]:
         for module in model.modules():
             if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
                 stack.enter_context(module.register_forward_hook(average, with_kwargs=True))
-            elif not list(module.children()) and list(module.parameters(recurse=False)):
+            elif not list(module.children()) and _has_weights(module):
                 stack.enter_context(module.register_forward_pre_hook(_feed_zeros, with_kwargs=True))
         yield
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether a module has parameters, or the packed weights of GPTQ and AWQ, which are buffers of integers."""
+    packed = (each for each in module.buffers(recurse=False) if each.ndim > 1 and not each.is_floating_point())
+    return any(True for _ in itertools.chain(module.parameters(recurse=False), packed))
 
 
 def _feed_zeros(

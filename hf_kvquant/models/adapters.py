@@ -1,0 +1,75 @@
+"""Adapters in the modules of a model, such as peft's LoRA: which modules have one, and what decides their output.
+
+peft puts a module of its own in place of a linear layer, and the layer into its `base_layer`. Which adapters act is not
+in the tensors: it is in attributes of these modules, which `set_adapter`, `disable_adapter` and merging change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+_SAMPLES = 64  # about how many numbers of a weight to compare
+_SIMPLE = (bool, int, float, str, type(None))
+# What every adapter has, in its class if not in the instance.
+_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters")
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module stands in place of another one and may change its output."""
+    return any(hasattr(module, name) for name in ("base_layer", "lora_A", "_disable_adapters"))
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The module in whose place an adapter stands, or the module itself if it is none."""
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
+    return module
+
+
+def adapted(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the modules of these names that have adapters."""
+    return [name for name in names if is_adapter(model.get_submodule(name))]
+
+
+def weight_sample(model: nn.Module, name: str) -> Tensor:
+    """A copy of some numbers of a module's weight, which tell whether it has changed."""
+    weight: Tensor = without_adapters(model.get_submodule(name)).get_parameter("weight").detach().reshape(-1)
+    # An odd stride reaches every row and every column of a matrix whose sides are powers of two.
+    return weight[:: weight.numel() // _SAMPLES | 1].clone()
+
+
+def changed(model: nn.Module, samples: Mapping[str, Tensor]) -> str | None:
+    """The first module whose weight differs from its sample. Weights in another dtype or out of memory may be equal."""
+    pairs = [(name, old, weight_sample(model, name)) for name, old in samples.items()]
+    pairs = [(name, old.to(new.device), new) for name, old, new in pairs if old.dtype == new.dtype and not new.is_meta]
+    devices = {new.device for _, _, new in pairs}
+    # Usually all are equal, and one comparison on each device tells.
+    for device in devices:
+        of_device = [(old, new) for _, old, new in pairs if new.device == device]
+        if not torch.equal(*(torch.cat(side) for side in zip(*of_device, strict=True))):
+            return next(name for name, old, new in pairs if not torch.equal(old, new))
+    return None
+
+
+def adapter_settings(model: nn.Module) -> tuple[Hashable, ...]:
+    """What decides the output of a model's adapters, besides tensors: which are active or merged, and their scaling."""
+    return tuple(_settings(model))
+
+
+def _settings(model: nn.Module) -> Iterator[Hashable]:
+    for index, module in enumerate(model.modules()):
+        own = vars(module)
+        if "_disable_adapters" in own or hasattr(type(module), "_disable_adapters"):
+            facts = {name: value for name, value in own.items() if name[0] != "_" and _is_simple(value)}
+            facts |= {name: getattr(module, name, None) for name in _SWITCHES}
+            yield index, tuple((name, repr(value)) for name, value in sorted(facts.items()))
+
+
+def _is_simple(value: object) -> bool:
+    """Whether a value is numbers and names only, so that its `repr` is the same in another process."""
+    if isinstance(value, dict):
+        return all(map(_is_simple, value.values()))
+    return all(map(_is_simple, value)) if isinstance(value, (list, tuple)) else isinstance(value, _SIMPLE)
