@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from hf_kvquant import PRESETS, ops
 from hf_kvquant.ops.planning import MIN_TOKENS
+from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout, Rows
 
+FROZEN = KVFormat("int8", "tensor")
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -234,7 +236,7 @@ def planned(
     held = torch.tensor(lengths, dtype=torch.int32, device=device)
     padding = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
     planes = layout.allocate((batch, 2, head_dim, head_dim), capacity, **where)
-    before = held - is_new
+    before = held - int(is_new)
     # Sequences end at different tokens, so each is written by itself.
     for b, length in enumerate(before.tolist()):
         key, value = torch.randn(2, 1, 2, max(length, 0), head_dim, **where)
@@ -277,6 +279,44 @@ def test_rows_side_by_side_take_a_plan(
         expected, actual = planned(layout, lengths, starts, num_q_heads=8, head_dim=head_dim, is_new=is_new)
         bound = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
         assert_close(actual, expected.float().cpu(), bound, f"{name}, new token: {is_new}")
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("name", ["int8", "int4-channel"])
+def test_the_numbers_of_a_plan_count(name: str) -> None:
+    """With the plan of shorter sequences, these are what is attended to."""
+    layout, where = KVLayout(*PRESETS[name]), {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    planes = layout.allocate((3, 2, 128, 128), 4096, **where)
+    held, starts = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([4000] * 3, [0, 1900, 1000]))
+    shorter = held - 1952  # whole blocks of keys
+    ops.append(*torch.randn(2, 3, 2, 2048, 128, **where), *planes, shorter, layout, starts=starts)
+    query, options = torch.randn(3, 8, 1, 128, **where), {"softmax_scale": 0.1, "starts": starts}
+    expected, _ = ops.decode(query, None, *planes, shorter, layout, **options)
+    ops.append(*torch.randn(2, 3, 2, 1952, 128, **where), *planes, held, layout, starts=starts)
+    whole, _ = ops.decode(query, None, *planes, held, layout, **options)
+    options["split_plan"] = ops.split_plan(shorter, 33, starts)
+    actual, _ = ops.decode(query, None, *planes, held, layout, **options)
+    bound = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+    assert_close(actual, expected.float().cpu(), bound, name)
+    assert float((whole - expected).abs().max()) > bound
+
+
+@CUDA_ONLY
+def test_one_scale_for_all_tokens() -> None:
+    layout, where = KVLayout(FROZEN, FROZEN), {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    planes = layout.allocate((3, 2, 128, 128), 4096, **where)
+    for side in planes:
+        side.codes.random_(0, 256)
+        assert side.scale is not None
+        side.scale.fill_(0.01)
+    held, starts = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([4000] * 3, [0, 3900, 1000]))
+    query = torch.randn(3, 8, 1, 128, **where)
+    expected, actual = (
+        ops.decode(query, None, *planes, held, layout, softmax_scale=0.1, starts=starts, split_plan=plan)[0]
+        for plan in (None, ops.split_plan(held, 33, starts))
+    )
+    bound = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+    assert_close(actual, expected.float().cpu(), bound, "frozen scales")
 
 
 @CUDA_ONLY
