@@ -117,7 +117,8 @@ def check_command(words: list[str]) -> None:
     elif program == "hf-kvquant":
         parser().parse_args(arguments)  # exits where they are wrong
     elif words[:2] == ["torchrun", "--nproc-per-node"]:
-        check_command(["python", *words[3:]])
+        is_ours = words[3:5] == ["-m", "hf_kvquant"]
+        check_command(["hf-kvquant", *words[5:]] if is_ours else ["python", *words[3:]])
     elif Path(program).name == "python":
         script = ROOT / arguments[0]
         assert script.is_file(), words
