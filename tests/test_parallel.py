@@ -22,6 +22,7 @@ import torch
 from accelerate import dispatch_model
 from test_capture import Recorded
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
@@ -240,7 +241,28 @@ def refused(ranks: Ranks) -> None:
             task()
 
 
-SCENARIOS = (plain, centers_of_biases, given_tensors, unsharded_heads, sharded_sinks, batched, captured, refused)
+def gathered_weights_are_not_captured(ranks: Ranks) -> None:
+    """FSDP's weights come together in every forward, which a graph would not repeat."""
+    whole, _ = ranks.load("llama")
+    fully_shard(whole)
+    capture.RUNNERS["cpu"] = Recorded
+    with hf_kvquant.patched(whole, {"preset": "int8", "capture": True}):
+        with pytest.raises(NotImplementedError, match="in another way than by tensor parallelism"):
+            models.greedy(whole, models.left_padded(), NEW_TOKENS)
+    del capture.RUNNERS["cpu"]
+
+
+SCENARIOS = (
+    plain,
+    centers_of_biases,
+    given_tensors,
+    unsharded_heads,
+    sharded_sinks,
+    batched,
+    captured,
+    gathered_weights_are_not_captured,
+    refused,
+)
 
 
 def run_rank(rank: int, num_ranks: int, folder: Path, is_cuda: bool = False) -> None:

@@ -47,7 +47,10 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:
             continue
-        if mesh.ndim > 1 or mesh.mesh_dim_names not in (None, ("tp",)):
+        from torch.distributed.fsdp import FSDPModule  # slow to import, and needed by few
+
+        is_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
+        if is_gathered or mesh.ndim > 1 or mesh.mesh_dim_names not in (None, ("tp",)):
             return "its weights are divided among processes in another way than by tensor parallelism"
         backend = torch.distributed.get_backend(mesh.get_group())
         if model.device.type == "cuda" and backend != "nccl":
