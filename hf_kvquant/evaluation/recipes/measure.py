@@ -26,7 +26,7 @@ from .sample import layers_of_model
 
 WHERE = "eval recipes"
 # Tokens at the beginning of the text that recipes may learn from. They are never measured.
-SAMPLE_TOKENS = 4096
+SAMPLE_TOKENS = 8192
 PROMPT_TOKENS = 32
 SUMMARY = "summary"
 

@@ -58,9 +58,10 @@ def show(console: Console, record: Record) -> None:
 
 def _print(console: Console, headings: list[str], rows: Mapping[str, list[str]], title: str) -> None:
     cells = (([name, *row], None) for name, row in rows.items())
-    # Without lines between columns, all columns fit into 80 characters, and names stay whole.
     options: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
-    console.print(table_of(headings, cells, title=title, left=("recipe",), **options))
+    table = table_of(headings, cells, title=title, left=("recipe",), **options)
+    table.columns[0].no_wrap = True  # names stay whole, so that they can be typed again
+    console.print(table)
 
 
 def quality_cells(row: Mapping[str, Any]) -> list[str]:
