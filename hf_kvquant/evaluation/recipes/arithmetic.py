@@ -12,6 +12,7 @@ from torch import Tensor
 from ...spec.reference import MIN_SCALE, rotate
 
 ITERATIONS = 200  # of Lloyd's algorithm, which stops by itself before
+MOST_VALUES = 2**18  # from which a codebook is made; of more, evenly spaced ones are taken
 
 
 def half(x: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def rotated(x: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
 
 def nearest(x: Tensor, codebook: Tensor) -> Tensor:
     """The nearest entries of a codebook, which is sorted."""
-    return codebook[torch.bucketize(x, (codebook[1:] + codebook[:-1]) / 2)]
+    return codebook[torch.bucketize(x.contiguous(), (codebook[1:] + codebook[:-1]) / 2)]
 
 
 def is_power_of_two(number: int) -> bool:
@@ -74,6 +75,8 @@ def weighted_means(x: Tensor, weight: Tensor, bits: int) -> Tensor:
 
     `x` and its non-negative weights are one-dimensional. It begins at evenly spaced quantiles.
     """
+    step = -(-len(x) // MOST_VALUES)
+    x, weight = x[::step], weight[::step]
     x, order = x.double().sort()
     weight = weight.double()[order]
     total, moment = (torch.cat([weight.new_zeros(1), each.cumsum(0)]) for each in (weight, weight * x))

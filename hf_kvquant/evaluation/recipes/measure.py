@@ -67,6 +67,7 @@ def measure(
     sample, rest = ids[:SAMPLE_TOKENS], ids[SAMPLE_TOKENS:]
     segments = cut(rest, model, window=window, tokens=tokens)
     check_drift(subject, drift_tokens)
+    recipes = reading(recipes, segments.length, is_chosen)
     plan = Plan(segments, prompts_of(rest, drift_prompts), drift_tokens, seed, context)
     prepared = subject.prepare()  # before anything is learned from the model
     try:
@@ -75,7 +76,6 @@ def measure(
     except NotImplementedError as error:
         raise UsageError(f"{subject.name} cannot be measured. {error}") from error
     recipes = {name: recipe for name, recipe in recipes.items() if name in quantizers}
-    check_windows(recipes, segments.length)
     settings = {
         "evaluation": "recipes",
         **prepared,
@@ -108,14 +108,20 @@ def check_drift(subject: Subject, drift_tokens: int) -> None:
         )
 
 
-def check_windows(recipes: Mapping[str, Recipe], length: int) -> None:
-    """Refuse windows in which a recipe keeps everything dense, and so looks lossless."""
+def reading(recipes: Mapping[str, Recipe], length: int, is_chosen: bool) -> dict[str, Recipe]:
+    """The recipes that have codes in windows of a length. The others would look lossless."""
+    found = {}
     for name, recipe in recipes.items():
-        if not recipe.key.coded(length - 1) or not recipe.value.coded(length - 1):
+        if recipe.key.coded(length - 1) and recipe.value.coded(length - 1):
+            found[name] = recipe
+        elif is_chosen:
             raise UsageError(
                 f"`--window` must be longer for {name}, got {length}, of which it keeps every token dense. Leave the "
                 "recipe out, or give --dense 0+0."
             )
+        else:
+            print(f"{WHERE}: {name} is left out: it keeps all {length} tokens of a window dense.", file=sys.stderr)
+    return found
 
 
 def sample_windows(sample: Tensor, length: int, recipes: Mapping[str, Recipe]) -> Tensor | None:

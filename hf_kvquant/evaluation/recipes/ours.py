@@ -26,6 +26,11 @@ class Preset(Recipe):
     def quantizers(self, layer: Layer) -> tuple[Quantize, Quantize]:
         """The formats of the layer; keys are transformed before and back after."""
         formats = self.config.formats(layer.index)
+        try:
+            for side in (formats.key, formats.value):
+                side.num_groups(layer.head_dim)
+        except ValueError as error:
+            raise self.refuse(layer, "a head_dim that the preset serves", layer.head_dim) from error
         transform = key_transforms(layer.model, self.config).get(layer.index)
         return _by_reference(formats.key, transform), _by_reference(formats.value, None)
 
