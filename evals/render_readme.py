@@ -6,8 +6,8 @@ A page marks the place of a part with `<!-- begin: NAME -->` and `<!-- end -->`;
 test renders every page again and compares, so every number on a page comes from a results file. A picture is compared
 by the numbers in its description, since its bytes depend on the version of matplotlib (`pip install matplotlib`, needed
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
-many new tokens, `render_batching.py` that of many requests, `render_families.py` that of model families. The other
-scripts of this folder and `hf_kvquant/evaluation/` measure.
+many new tokens, `render_batching.py` that of many requests, `render_families.py` that of model families,
+`render_recipes.py` those of published recipes. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import render_batching
 import render_chunks
 import render_families
 import render_generate
+import render_recipes
 
 from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.common.tables import scientific
+from hf_kvquant.evaluation.recipes.picture import draw as draw_recipes
 from hf_kvquant.evaluation.report.page import spelled_average
 from hf_kvquant.evaluation.tasks.data import AVERAGED
 from hf_kvquant.evaluation.tasks.results import averages, by_task_and_preset
@@ -36,9 +38,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 GENERATE_PICTURE = RESULTS / "generate.svg"
+RECIPES_PICTURE = RESULTS / "recipes.svg"
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
-FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families")
+FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching")
 # What is shown of `decode.json`. Names are those of decode_cases.py.
@@ -84,6 +87,13 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         "head-dim": [head_dim_sentence(decode)],
         "offloading": [offloading_sentence(fidelity)],
         "families": [render_families.families_table(families), render_families.caption(families)],
+    }
+    recipes = results["recipes"]
+    paragraphs |= {
+        "recipes": [render_recipes.quality_table(recipes), render_recipes.quality_caption(recipes)],
+        "recipes-codes": [render_recipes.codes_table(recipes)],
+        "recipes-hard": [render_recipes.hard_table(recipes), render_recipes.hard_caption(recipes)],
+        "recipes-drift": [render_recipes.drift_table(recipes), render_recipes.drift_caption(recipes)],
     }
     if "chunks" in results:
         paragraphs["chunks"] = [render_chunks.chunk_table(results["chunks"]), render_chunks.caption(results["chunks"])]
@@ -339,6 +349,8 @@ def main() -> None:
     pictures.draw_presets(pictures.plotted_presets(results["fidelity"], results["decode"]), PICTURE)
     pictures.draw_decode(pictures.plotted_decode(results["decode"]), GPU_PICTURE)
     pictures.draw_generate(pictures.plotted_generate(results["generate"]), GENERATE_PICTURE)
+    recipes = results["recipes"]
+    draw_recipes(RECIPES_PICTURE, render_recipes.plotted(recipes), render_recipes.message(recipes))
     texts = parts(results)
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8"), texts), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ def add_recipes(evaluations: Any) -> None:
         run_recipes,
         help="published ways of quantising a cache, on equal terms",
         description="Compare published ways of quantising a cache with our presets: true bits, perplexity, KL "
-        "divergence and next-token agreement on a text, and what happens when the model goes on with its own text. "
-        "Everything is simulated by small references of each paper, and compared with the unquantised cache in the "
-        f"same run. Recipes that learn from a text get its first {measure.SAMPLE_TOKENS:,} tokens, which are not "
-        "measured.",
+        "divergence and next-token agreement on a text, what happens when the model goes on with its own text, and "
+        "numbers hidden in long prompts. Everything is simulated by small references of each paper, and compared with "
+        "the unquantised cache in the same run. Recipes that learn from a text get its first "
+        f"{measure.SAMPLE_TOKENS:,} tokens, which are not measured.",
     )
     arguments.add_source(parser)
     add = parser.add_argument
@@ -48,6 +49,7 @@ def add_recipes(evaluations: Any) -> None:
         help="tokens of each text that the model writes (default: 512)",
     )
     add("--drift-prompts", type=int, default=8, metavar="N", help="texts that it writes (default: 8)")
+    add("--needles", type=int, default=8, metavar="N", help="long prompts with a hidden number (default: 8; 0: none)")
     add("--seed", type=int, default=0, metavar="N", help="seed of its texts (default: 0)")
     arguments.add_preparation(parser)
     arguments.add_placement(parser)
@@ -59,8 +61,9 @@ def run_recipes(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval recipes`."""
     recipes = checked_recipes(args.recipes, args.dense)
     arguments.check_counts(args, "window", "tokens", "context", "drift_prompts")
-    if args.drift < 0:
-        raise UsageError(f"`--drift` must be at least 0, got {args.drift}.")
+    for option in ("drift", "needles"):
+        if getattr(args, option) < 0:
+            raise UsageError(f"`--{option}` must be at least 0, got {getattr(args, option)}.")
     for option in ("output", "picture"):
         if getattr(args, option) is not None:
             arguments.checked_output(getattr(args, option), option=f"--{option}")
@@ -74,9 +77,9 @@ def run_recipes(args: argparse.Namespace) -> None:
         source,
         text,
         recipes,
+        measure.Options(**arguments.given(args, *(field.name for field in dataclasses.fields(measure.Options)))),
         is_chosen=args.recipes is not None,
-        drift_tokens=args.drift,
-        **arguments.given(args, "output", "window", "tokens", "context", "drift_prompts", "seed"),
+        output=args.output,
     ).to_dict()
     results.show(Console(highlight=False), record)
     if args.picture is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Mapping
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...common.progress import Tell
 from ...models.text_config import context_of
 from ..errors import UsageError
+from ..long_context.prompts import Prompt, Writer
 from ..measuring.fidelity import UNQUANTIZED
 from ..perplexity.segments import Segments, cut
 from ..preparation import Subject
 from ..provenance import sha256
 from ..records import RunRecord, measuring, open_record
-from . import drift, quality
+from . import drift, needles, quality
 from .cache import FIRST_CHUNK, Quantizers, recipe_cache
 from .interface import Layer, Recipe
 from .sample import layers_of_model
@@ -31,14 +32,26 @@ PROMPT_TOKENS = 32
 SUMMARY = "summary"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is measured: the options of `hf-kvquant eval recipes` with these names."""
+
+    window: int | None = None
+    tokens: int | None = None
+    context: int = 32768  # at which bits are counted, besides those of the windows
+    drift: int = 512
+    drift_prompts: int = 8
+    needles: int = 8
+    seed: int = 0
+
+
 class Plan(NamedTuple):
-    """What is measured."""
+    """What is measured, in tokens."""
 
     segments: Segments
     prompts: Tensor  # `[texts, tokens]` int64
-    drift_tokens: int
-    seed: int
-    context: int  # at which bits are counted, besides those of the windows
+    asked: list[Prompt]  # needles
+    options: Options
 
 
 def measure(
@@ -46,32 +59,26 @@ def measure(
     source: Mapping[str, Any],
     text: str,
     recipes: Mapping[str, Recipe],
+    options: Options,
     *,
     is_chosen: bool = True,
     output: str | None = None,
-    window: int | None = None,
-    tokens: int | None = None,
-    context: int = 32768,
-    drift_tokens: int = 512,
-    drift_prompts: int = 8,
-    seed: int = 0,
 ) -> RunRecord:
     """Measure a text under recipes, and keep the results in the file `output`, or in memory.
 
-    Recipes that do not fit the model are left out with a note, or refused if the user has chosen them. The other
-    keyword arguments are the options of `hf-kvquant eval recipes`. The record's part `SUMMARY` has a row per recipe.
+    Recipes that do not fit the model or the windows are left out with a note, or refused if the user has chosen them.
+    The record's part `SUMMARY` has a row per recipe.
     """
     started = time.monotonic()
     model = subject.model
     ids = subject.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0].to(model.device)
     sample, rest = ids[:SAMPLE_TOKENS], ids[SAMPLE_TOKENS:]
-    segments = cut(rest, model, window=window, tokens=tokens)
-    check_drift(subject, drift_tokens)
-    recipes = reading(recipes, segments.length, is_chosen)
-    plan = Plan(segments, prompts_of(rest, drift_prompts), drift_tokens, seed, context)
+    plan = plan_of(subject, rest, options)
+    length = plan.segments.length
+    recipes = reading(recipes, length, is_chosen)
     prepared = subject.prepare()  # before anything is learned from the model
     try:
-        layers = layers_of_model(model, sample_windows(sample, segments.length, recipes))
+        layers = layers_of_model(model, sample_windows(sample, length, recipes))
         quantizers = fitting(layers, recipes, is_chosen)
     except NotImplementedError as error:
         raise UsageError(f"{subject.name} cannot be measured. {error}") from error
@@ -81,14 +88,15 @@ def measure(
         **prepared,
         "tokens_sha256": sha256(ids.cpu().numpy().tobytes()),
         "source": source,
-        "window": segments.length,
-        "begins": segments.begins,
+        "window": length,
+        "begins": plan.segments.begins,
         "first_chunk": FIRST_CHUNK,
         "sample_tokens": SAMPLE_TOKENS,
-        "context": context,
-        "drift_tokens": drift_tokens,
-        "drift_prompts": drift_prompts,
-        "seed": seed,
+        "context": options.context,
+        "drift_tokens": options.drift,
+        "drift_prompts": options.drift_prompts,
+        "needle_prompts": options.needles,
+        "seed": options.seed,
         "recipes": {name: recipe.to_dict() for name, recipe in recipes.items()},
     }
     record = open_record(output, settings)
@@ -96,6 +104,15 @@ def measure(
     rows = {name: row_of(record, plan, name, recipe, layers[0]) for name, recipe in recipes.items()}
     record.put(SUMMARY, {"recipes": rows, "seconds": round(time.monotonic() - started, 1)})
     return record
+
+
+def plan_of(subject: Subject, ids: Tensor, options: Options) -> Plan:
+    """Cut what is measured out of a tokenised text, `[tokens]` int64."""
+    segments = cut(ids, subject.model, window=options.window, tokens=options.tokens)
+    check_drift(subject, options.drift)
+    writer = Writer(subject.tokenizer, seed=options.seed) if options.needles else None
+    asked = [] if writer is None else needles.prompts(writer, segments.length, options.needles)
+    return Plan(segments, prompts_of(ids, options.drift_prompts), asked, options)
 
 
 def check_drift(subject: Subject, drift_tokens: int) -> None:
@@ -164,9 +181,10 @@ def fill(
     """Measure what the record does not have yet."""
     model = layers[0].model
     missing = [index for index, begin in enumerate(plan.segments.begins) if record.get(f"window {begin}") is None]
-    writers = [UNQUANTIZED, *recipes] if plan.drift_tokens else []
+    writers = [UNQUANTIZED, *recipes] if plan.options.drift else []
     writers = [name for name in writers if record.get(f"drift {name}") is None]
-    total = len(missing) * len(recipes) + len(writers)
+    asked = plan.asked if record.get("needles") is None else []
+    total = len(missing) * len(recipes) + len(writers) + len(asked)
     with measuring(record, WHERE, total, lower="--window", value=plan.segments.length) as tell:
         for index in missing:
             tell(doing=f"window {index + 1} of {len(plan.segments.begins)}")
@@ -179,13 +197,14 @@ def fill(
             cache = (
                 DynamicCache(config=model.config) if recipe is None else recipe_cache(model, recipe, quantizers[name])
             )
-            written = drift.write(model, plan.prompts, plan.drift_tokens, cache, seed=plan.seed, on_token=_told(tell))
+            seed = plan.options.seed
+            written = drift.write(model, plan.prompts, plan.options.drift, cache, seed=seed, on_token=lambda: tell(0))
             record.put(f"drift {name}", drift.to_part(written))
             tell(1)
-
-
-def _told(tell: Tell) -> Any:
-    return lambda: tell(0)
+        if asked:
+            tell(doing="needles")
+            record.put("needles", needles.score(model, asked, recipes, quantizers))
+            tell(len(asked))
 
 
 def row_of(record: RunRecord, plan: Plan, name: str, recipe: Recipe, layer: Layer) -> dict[str, Any]:
@@ -195,12 +214,16 @@ def row_of(record: RunRecord, plan: Plan, name: str, recipe: Recipe, layer: Laye
     row = {
         "family": recipe.family,
         "source": recipe.source,
-        "bits": recipe.bits(plan.context, *shape),
+        "bits": recipe.bits(plan.options.context, *shape),
         "bits_read": recipe.bits_read(plan.segments.length - 1, *shape),
         "shared_bytes": recipe.shared_bytes(*shape),
         **quality.summarize(windows),
         "drift": None,
+        "needles": None,
     }
+    asked = record.get("needles")
+    if asked is not None:
+        row["needles"] = needles.summarize(asked, name)
     part, baseline = record.get(f"drift {name}"), record.get(f"drift {UNQUANTIZED}")
     if part is not None and baseline is not None:
         row["drift"] = drift.summarize(part, baseline)

@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 
-from ...common.tables import or_dash, table_of
+from ...common.tables import or_dash, table_of, with_error
 from ..records import Record
 from .measure import SUMMARY
 
@@ -54,6 +54,15 @@ def show(console: Console, record: Record) -> None:
             "unquantised cache, than those that it wrote itself, ± one standard error.",
             style="dim",
         )
+    if first["needles"] is not None:
+        title = f"{settings['needle_prompts']} numbers hidden in {settings['window']} tokens"
+        cells = {name: needle_cells(row["needles"]) for name, row in rows.items()}
+        _print(console, ["recipe", "found", "log-likelihood, nats/answer"], cells, title)
+        console.print(
+            "Found: shown only if the unquantised cache finds 90 %. Log-likelihood of the right answer: change against "
+            "the unquantised cache, ± one standard error.",
+            style="dim",
+        )
 
 
 def _print(console: Console, headings: list[str], rows: Mapping[str, list[str]], title: str) -> None:
@@ -75,3 +84,9 @@ def drift_cells(drift: list[dict[str, Any]]) -> list[str]:
     error = drift[-1]["nll_change_standard_error"]
     change = f"{drift[-1]['nll_change']:+.2f}" + ("" if error is None else f" ± {error:.2f}")
     return [*(f"{span['kld']:.1e}" for span in drift), change]
+
+
+def needle_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of the third table, behind the name."""
+    change = with_error(row["log_likelihood_change"], row["standard_error"], "+.3f")
+    return [or_dash(row["accuracy"], ".0%"), change]
