@@ -93,6 +93,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         "recipes": [render_recipes.quality_table(recipes), render_recipes.quality_caption(recipes)],
         "recipes-codes": [render_recipes.codes_table(recipes)],
         "recipes-hard": [render_recipes.hard_table(recipes), render_recipes.hard_caption(recipes)],
+        "recipes-needles": [render_recipes.needle_table(recipes)],
         "recipes-drift": [render_recipes.drift_table(recipes), render_recipes.drift_caption(recipes)],
     }
     if "chunks" in results:

@@ -60,7 +60,9 @@ class KVQuant(Recipe):
 
     def _of_keys(self, layer: Layer, rope: Rope) -> Quantize:
         sample = layer.learned(self)
-        key, gradient = (before_rope(rope, each, sample.window) for each in (sample.key, sample.key_gradient))
+        key, gradient = (
+            before_rope(rope, each.to(layer.model.device), sample.window) for each in (sample.key, sample.key_gradient)
+        )
         end = OUTLIERS / 2
         low, high = (half(torch.quantile(key, share, dim=1, keepdim=True)) for share in (end, 1 - end))
         unit = (key - (low + high) / 2) / ((high - low) / 2).clamp(min=TINY)
@@ -91,9 +93,8 @@ class KVQuant(Recipe):
 
 
 def before_rope(rope: Rope, x: Tensor, window: int) -> Tensor:
-    """Keys of a sample, or their gradients, `[heads, tokens, head_dim]`, before RoPE, on the CPU."""
-    device = next(rope.rotary.buffers()).device
-    windows = x.to(device).unsqueeze(0).split(window, dim=2)
+    """Keys of a sample, or their gradients, before RoPE, on the CPU: `[heads, tokens, head_dim]` on any device."""
+    windows = x.unsqueeze(0).split(window, dim=2)
     return torch.cat([rope.undone(each, 0) for each in windows], dim=2)[0].cpu()
 
 

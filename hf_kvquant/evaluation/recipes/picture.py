@@ -11,7 +11,6 @@ from ..report.plots import MARKERS, PALETTE, label, picture
 from .results import rows_of
 
 HEIGHT = 4.0  # inches of a panel
-LABELS = 24  # points that can be told apart by labels; with more, only families are named
 
 # By panel and family, points from few bits to many: bits read, divergence and name.
 Numbers = dict[str, dict[str, list[list[Any]]]]
