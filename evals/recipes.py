@@ -1,10 +1,10 @@
 """Makes the results file of the recipes from records of `hf-kvquant eval recipes`.
 
     hf-kvquant eval recipes evals/reference_model --text wikitext2.test.raw --rows --dtype float32 \\
-        --tokens 12000 --drift 1024 --output plain.json
-    ... --tokens 6000 --drift 256 --inject-outliers 8 --output outliers.json
-    ... --tokens 6000 --drift 256 --inject-bias 100 --output bias.json
-    ... --tokens 6000 --drift 0 --dense 0+0 --output codes.json
+        --tokens 12000 --drift 1024 --needles 0 --output plain.json
+    ... --tokens 6000 --drift 0 --needles 0 --inject-outliers 8 --output outliers.json
+    ... --tokens 6000 --drift 0 --needles 0 --inject-bias 100 --output bias.json
+    ... --tokens 6000 --drift 0 --needles 0 --dense 0+0 --output codes.json
     ... --tokens 2000 --drift 0 --needles 32 --output needles.json
     python evals/recipes.py plain.json outliers.json bias.json codes.json needles.json
 

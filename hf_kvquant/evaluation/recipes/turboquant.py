@@ -5,8 +5,7 @@ channel has the same known distribution, and each channel is rounded to the code
 for it (algorithm 1, `turboquant-N`). For keys, algorithm 2 (`turboquant-prod-N`) spends one of the bits on the signs of
 a random projection of the residual, and keeps the norm of the residual, which makes products with queries unbiased.
 
-The paper also spends more bits on channels with outliers, and its code is not public. This is left out: how it chooses
-them is not said exactly enough.
+For caches, the paper also spends more bits on some channels, those with outliers. That is left out here.
 """
 
 from __future__ import annotations
