@@ -2,10 +2,10 @@
 
     hf-kvquant eval recipes evals/reference_model --text wikitext2.test.raw --rows --dtype float32 \\
         --tokens 12000 --drift 1024 --needles 0 --output plain.json
-    ... --tokens 6000 --drift 0 --needles 0 --inject-outliers 8 --output outliers.json
-    ... --tokens 6000 --drift 0 --needles 0 --inject-bias 100 --output bias.json
-    ... --tokens 6000 --drift 0 --needles 0 --dense 0+0 --output codes.json
-    ... --tokens 2000 --drift 0 --needles 32 --output needles.json
+    ... --tokens 4000 --drift 0 --needles 0 --inject-outliers 8 --output outliers.json
+    ... --tokens 4000 --drift 0 --needles 0 --inject-bias 100 --output bias.json
+    ... --tokens 4000 --drift 0 --needles 0 --dense 0+0 --output codes.json
+    ... --tokens 2000 --drift 0 --needles 12 --output needles.json
     python evals/recipes.py plain.json outliers.json bias.json codes.json needles.json
 
 A record has every token's divergence; a results file has each recipe's row. A run is named after its record's file.
