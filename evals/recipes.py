@@ -5,8 +5,9 @@
     ... --tokens 4000 --drift 0 --needles 0 --inject-outliers 8 --output outliers.json
     ... --tokens 4000 --drift 0 --needles 0 --inject-bias 100 --output bias.json
     ... --tokens 4000 --drift 0 --needles 0 --dense 0+0 --output codes.json
+    ... --tokens 4000 --drift 0 --needles 0 --dense 4+128 --output windows.json
     ... --tokens 2000 --drift 0 --needles 12 --output needles.json
-    python evals/recipes.py plain.json outliers.json bias.json codes.json needles.json
+    python evals/recipes.py plain.json outliers.json bias.json codes.json windows.json needles.json
 
 A record has every token's divergence; a results file has each recipe's row. A run is named after its record's file.
 `render_recipes.py` makes the tables and the picture of `docs/recipes.md` from it.

@@ -8,7 +8,8 @@ from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.common.tables import scientific, with_error
 from hf_kvquant.evaluation.recipes import picture
 
-PLAIN, OUTLIERS, BIAS, CODES, NEEDLES = "plain", "outliers", "bias", "codes", "needles"
+PLAIN, OUTLIERS, BIAS, CODES, WINDOWS = "plain", "outliers", "bias", "codes", "windows"
+NEEDLES = "needles"
 PANELS = {PLAIN: "as published", CODES: "without dense windows"}
 
 
@@ -90,14 +91,17 @@ def needle_table(results: dict[str, Any]) -> str:
 
 
 def codes_table(results: dict[str, Any]) -> str:
-    """Every recipe without windows of dense tokens: its bits and its divergence."""
+    """Every recipe without windows of dense tokens, and with the same windows: its bits and its divergence."""
+    codes, windows = (results["runs"][name]["recipes"] for name in (CODES, WINDOWS))
     rows = []
-    for name, row in results["runs"][CODES]["recipes"].items():
-        key, value = (row["bits"][side] for side in ("key", "value"))
-        cells = [f"`{name}`", f"{key:.2f}", f"{value:.2f}", f"{row['bits_read']['both']:.2f}"]
-        rows.append([*cells, scientific(row["kld"]), f"{row['agreement']:.1%}"])
-    rows.sort(key=lambda cells: float(cells[3]))
-    return table(["recipe", "key bits", "value bits", "bits read", "KL, nats per token", "same next token"], rows)
+    for name, row in sorted(codes.items(), key=lambda item: item[1]["bits"]["both"]):
+        cells = [f"`{name}`", *(f"{row['bits'][side]:.2f}" for side in ("key", "value"))]
+        for each in (row, windows[name]):
+            cells += [f"{each['bits_read']['both']:.2f}", scientific(each["kld"])]
+        rows.append(cells)
+    dense = "4 + 128 dense: "
+    headings = ["recipe", "key bits at 32k", "value bits at 32k", "bits read", "KL", f"{dense}bits read", f"{dense}KL"]
+    return table(headings, rows)
 
 
 def plotted(results: dict[str, Any]) -> picture.Numbers:

@@ -203,8 +203,7 @@ def fill(
             tell(1)
         if asked:
             tell(doing="needles")
-            record.put("needles", needles.score(model, asked, recipes, quantizers))
-            tell(len(asked))
+            record.put("needles", needles.score(model, asked, recipes, quantizers, lambda: tell(1)))
 
 
 def row_of(record: RunRecord, plan: Plan, name: str, recipe: Recipe, layer: Layer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ answer read it. Small models find nothing, but the log-likelihood of the right a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,11 @@ def prompts(writer: Writer, length: int, count: int) -> list[Prompt]:
 
 @torch.inference_mode()
 def score(
-    model: PreTrainedModel, asked: Sequence[Prompt], recipes: Mapping[str, Recipe], quantizers: Mapping[str, Quantizers]
+    model: PreTrainedModel,
+    asked: Sequence[Prompt],
+    recipes: Mapping[str, Recipe],
+    quantizers: Mapping[str, Quantizers],
+    on_prompt: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Ask prompts under the unquantised cache and under each recipe. Returns a part of a record, by name.
 
@@ -59,6 +63,7 @@ def score(
             correct, log_likelihood = ask(model, question, answer, cache)
             found[name]["correct"] += correct.tolist()
             found[name]["log_likelihood"] += log_likelihood.tolist()
+        on_prompt()
     return found
 
 
