@@ -350,8 +350,7 @@ def main() -> None:
     pictures.draw_presets(pictures.plotted_presets(results["fidelity"], results["decode"]), PICTURE)
     pictures.draw_decode(pictures.plotted_decode(results["decode"]), GPU_PICTURE)
     pictures.draw_generate(pictures.plotted_generate(results["generate"]), GENERATE_PICTURE)
-    recipes = results["recipes"]
-    draw_recipes(RECIPES_PICTURE, render_recipes.plotted(recipes), render_recipes.message(recipes))
+    draw_recipes(RECIPES_PICTURE, render_recipes.plotted(results["recipes"]))
     texts = parts(results)
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8"), texts), encoding="utf-8")

@@ -107,8 +107,3 @@ def codes_table(results: dict[str, Any]) -> str:
 def plotted(results: dict[str, Any]) -> picture.Numbers:
     """What the picture shows."""
     return {title: picture.panel_of(results["runs"][name]["recipes"]) for name, title in PANELS.items()}
-
-
-def message(results: dict[str, Any]) -> str:
-    """The title of the picture."""
-    return picture.message(results["runs"][CODES]["recipes"])

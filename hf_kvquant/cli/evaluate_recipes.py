@@ -83,9 +83,8 @@ def run_recipes(args: argparse.Namespace) -> None:
     ).to_dict()
     results.show(Console(highlight=False), record)
     if args.picture is not None:
-        rows = results.rows_of(record)
         numbers = picture.numbers_of({record["settings"]["model"]: record})
-        picture.draw(Path(args.picture).expanduser(), numbers, picture.message(rows))
+        picture.draw(Path(args.picture).expanduser(), numbers)
 
 
 def checked_recipes(names: str | None, dense: str | None) -> dict[str, Recipe]:

@@ -1,4 +1,4 @@
-"""Draws quality against true bits: a point for each recipe, and lines between recipes of a family."""
+"""Draws quality against true bits: a point for each recipe, in the colour and with the marker of its family."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..report.plots import MARKERS, PALETTE, label, picture
 from .results import rows_of
 
 HEIGHT = 4.0  # inches of a panel
+TITLE = "Distance from the unquantised cache, by true bits"
 
 # By panel and family, points from few bits to many: bits read, divergence and name.
 Numbers = dict[str, dict[str, list[list[Any]]]]
@@ -30,10 +31,10 @@ def panel_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, list[list[Any]]
     return {family: sorted(points) for family, points in families.items()}
 
 
-def draw(path: Path, numbers: Numbers, title: str) -> None:
+def draw(path: Path, numbers: Numbers) -> None:
     """Draw a panel for each record."""
     families = list(dict.fromkeys(family for panel in numbers.values() for family in panel))
-    with picture(path, numbers, title, rows=len(numbers), height=HEIGHT) as panels:
+    with picture(path, numbers, TITLE, rows=len(numbers), height=HEIGHT) as panels:
         for (axes,), (heading, panel) in zip(panels, numbers.items(), strict=True):
             for family, points in panel.items():
                 place = families.index(family)
@@ -46,12 +47,3 @@ def draw(path: Path, numbers: Numbers, title: str) -> None:
             axes.set_yscale("log")
             axes.margins(x=0.05, y=0.08)
             axes.grid(axis="y")
-
-
-def message(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The title: the best recipe below four bits."""
-    below = {name: row for name, row in rows.items() if row["bits_read"]["both"] < 4}
-    if not below:
-        return "Quality of cache recipes against their true bits"
-    best = min(below, key=lambda name: below[name]["kld"])
-    return f"Of the recipes below 4 bits, {best} is closest to the unquantised cache"

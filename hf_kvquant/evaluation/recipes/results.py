@@ -17,8 +17,8 @@ COLUMNS = {
     "KL": ("kld", ".1e"),
     "99 %": ("kld_p99", ".1e"),
     "99.9 %": ("kld_p999", ".1e"),
-    "agreement": ("agreement", ".1%"),
-    "perplexity": ("perplexity_change", "+.2%"),
+    "agree": ("agreement", ".1%"),
+    "ppl": ("perplexity_change", "+.2%"),
 }
 
 
@@ -34,13 +34,14 @@ def show(console: Console, record: Record) -> None:
     first = next(iter(rows.values()))
     context = settings["context"]
     title = f"{settings['model']}, {settings['dtype']}"
-    headings = ["recipe", f"bits at {context:,}", "bits read", *COLUMNS]
+    headings = ["recipe", "bits", "read", *COLUMNS]
     _print(console, headings, {name: quality_cells(row) for name, row in rows.items()}, title)
     console.print(
         f"{first['scored_tokens']:,} tokens in windows of {settings['window']}, perplexity "
         f"{first['reference_perplexity']:.3f} with the unquantised cache. Bits of a value, with scales, outliers and "
-        f"dense tokens: in a cache of {context:,} tokens, and averaged over what attention read here. KL: divergence "
-        "of the next token under the recipe from that under the unquantised cache, nats, its mean and percentiles.",
+        f"dense tokens: in a cache of {context:,} tokens, and read: averaged over what attention read here. KL: "
+        "divergence of the next token under the recipe from that under the unquantised cache, nats, its mean and "
+        "percentiles. Agree: the same most likely next token. Ppl: change of perplexity.",
         style="dim",
     )
     if first["drift"] is not None:
