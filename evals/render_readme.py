@@ -7,7 +7,8 @@ test renders every page again and compares, so every number on a page comes from
 by the numbers in its description, since its bytes depend on the version of matplotlib (`pip install matplotlib`, needed
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
 many new tokens, `render_batching.py` that of many requests, `render_parallel.py` that of several GPUs,
-`render_families.py` that of model families. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
+`render_families.py` that of model families, `render_recipes.py` those of published recipes, `render_ablation.py` that
+of quantised weights. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import render_chunks
 import render_families
 import render_generate
 import render_parallel
+import render_recipes
 
 from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.common.tables import scientific
+from hf_kvquant.evaluation.recipes.picture import draw as draw_recipes
 from hf_kvquant.evaluation.report.page import spelled_average
 from hf_kvquant.evaluation.tasks.data import AVERAGED
 from hf_kvquant.evaluation.tasks.results import averages, by_task_and_preset
@@ -37,9 +40,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 GENERATE_PICTURE = RESULTS / "generate.svg"
+RECIPES_PICTURE = RESULTS / "recipes.svg"
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
-FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families")
+FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel")
 # What is shown of `decode.json`. Names are those of decode_cases.py.
@@ -85,6 +89,14 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         "head-dim": [head_dim_sentence(decode)],
         "offloading": [offloading_sentence(fidelity)],
         "families": [render_families.families_table(families), render_families.caption(families)],
+    }
+    recipes = results["recipes"]
+    paragraphs |= {
+        "recipes": [render_recipes.quality_table(recipes), render_recipes.quality_caption(recipes)],
+        "recipes-codes": [render_recipes.codes_table(recipes)],
+        "recipes-hard": [render_recipes.hard_table(recipes), render_recipes.hard_caption(recipes)],
+        "recipes-needles": [render_recipes.needle_table(recipes)],
+        "recipes-drift": [render_recipes.drift_table(recipes), render_recipes.drift_caption(recipes)],
     }
     if "chunks" in results:
         paragraphs["chunks"] = [render_chunks.chunk_table(results["chunks"]), render_chunks.caption(results["chunks"])]
@@ -343,6 +355,7 @@ def main() -> None:
     pictures.draw_presets(pictures.plotted_presets(results["fidelity"], results["decode"]), PICTURE)
     pictures.draw_decode(pictures.plotted_decode(results["decode"]), GPU_PICTURE)
     pictures.draw_generate(pictures.plotted_generate(results["generate"]), GENERATE_PICTURE)
+    draw_recipes(RECIPES_PICTURE, render_recipes.plotted(results["recipes"]))
     texts = parts(results)
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8"), texts), encoding="utf-8")

@@ -48,6 +48,7 @@ def test_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
     results = renderer.load_all()
     assert described(renderer.PICTURE) == renderer.pictures.plotted_presets(results["fidelity"], results["decode"])
     assert described(renderer.GPU_PICTURE) == renderer.pictures.plotted_decode(results["decode"])
+    assert described(renderer.RECIPES_PICTURE) == renderer.render_recipes.plotted(results["recipes"])
     assert described(renderer.GENERATE_PICTURE) == renderer.pictures.plotted_generate(results["generate"])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ from ..common.output import why_unwritable
 from ..config import PRESETS, WINDOWS, KVQuantConfig
 from ..evaluation.errors import UsageError
 from ..evaluation.measuring.fidelity import UNQUANTIZED
+from ..evaluation.perplexity.segments import FIELD, SPLIT, read_source
 from ..evaluation.preparation import BIAS_NORM, CALIBRATED_PRESET, OUTLIER_FACTOR, OUTLIER_PAIRS, Subject, load
 from ..patching import patched
 from ..spec.formats import BLOCK_SIZE
@@ -94,6 +96,16 @@ def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: s
         parser.add_argument(option(name), type=int, default=0, metavar="N", help=which)
 
 
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the text."""
+    add = parser.add_argument
+    add("--text", metavar="FILE", help="the text to measure, as it is; either this or --dataset")
+    add("--rows", action="store_true", help="join the lines of --text by two newlines, as papers do with WikiText")
+    add("--dataset", metavar="NAME[:CONFIG]", help="rows of a data set instead, joined by two newlines")
+    add("--split", metavar="NAME", help=f"with --dataset (default: {SPLIT})")
+    add("--field", metavar="NAME", help=f"field with the text of a row, with --dataset (default: {FIELD})")
+
+
 def add_preparation(parser: argparse.ArgumentParser) -> None:
     """Add the options that change a model before it is measured."""
     add = parser.add_argument
@@ -164,13 +176,24 @@ def checked_batching(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def checked_output(name: str, *, expected: str = "a file in a folder that is there", **options: bool) -> Path:
-    """The path of `--output`, after a test that what is `expected` can be written there (`why_unwritable`)."""
+def checked_output(
+    name: str, *, option: str = "--output", expected: str = "a file in a folder that is there", **options: bool
+) -> Path:
+    """The path of an option, after a test that what is `expected` can be written there (`why_unwritable`)."""
     path = Path(name).expanduser()
     reason = why_unwritable(path, **options)
     if reason is not None:
-        raise UsageError(f"`--output` must be {expected}, got {name}: {reason}. Name another.")
+        raise UsageError(f"`{option}` must be {expected}, got {name}: {reason}. Name another.")
     return path
+
+
+def check_installed(package: str, purpose: str, more: str = "") -> None:
+    """Refuse a run that would end for lack of an optional package. `more` says what else the user can do."""
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise UsageError(
+            f"{package} must be installed for {purpose}, got no such package. Install it: pip install "
+            f"'hf-kvquant[eval]'{more}."
+        )
 
 
 def checked_device(name: str | None) -> torch.device:
@@ -188,6 +211,11 @@ def checked_device(name: str | None) -> torch.device:
             "env."
         )
     return device
+
+
+def source_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """`read_source` with the options of `add_source`."""
+    return read_source(**given(args, "text", "rows", "dataset", "split", "field"))
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import math
 import re
@@ -28,7 +27,7 @@ from ..evaluation.long_context.prompts import TESTS
 from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.perplexity import measure as perplexity
 from ..evaluation.perplexity import results as perplexity_results
-from ..evaluation.perplexity.segments import FIELD, SPLIT, TOKENS, WINDOW, read_source
+from ..evaluation.perplexity.segments import TOKENS, WINDOW
 from ..evaluation.preparation import CannotInject, read_text
 from ..evaluation.records import RunRecord
 from ..evaluation.report import page
@@ -36,6 +35,7 @@ from ..evaluation.tasks import data
 from ..evaluation.tasks import measure as tasks
 from ..evaluation.tasks import results as task_results
 from . import arguments
+from .evaluate_recipes import add_recipes
 
 # Of the report. A power of two changes no bit of what the model computes, in any dtype.
 OUTLIER_FACTOR = 8.0
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
         description="Measure what presets cost in quality, against the unquantised cache in the same run.",
     )
     evaluations = evaluate.add_subparsers(required=True, metavar="EVALUATION")
-    for add in (add_perplexity, add_tasks, add_long, add_report):
+    for add in (add_perplexity, add_tasks, add_long, add_recipes, add_report):
         add(evaluations)
 
 
@@ -75,18 +75,8 @@ def add_perplexity(evaluations: Any) -> None:
         "cache in the same run. The run fails if the modes of feeding a text disagree, or if a number was not computed "
         "from codes.",
     )
-    add_source(parser)
+    arguments.add_source(parser)
     add_perplexity_options(parser)
-
-
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the text."""
-    add = parser.add_argument
-    add("--text", metavar="FILE", help="the text to measure, as it is; either this or --dataset")
-    add("--rows", action="store_true", help="join the lines of --text by two newlines, as papers do with WikiText")
-    add("--dataset", metavar="NAME[:CONFIG]", help="rows of a data set instead, joined by two newlines")
-    add("--split", metavar="NAME", help=f"with --dataset (default: {SPLIT})")
-    add("--field", metavar="NAME", help=f"field with the text of a row, with --dataset (default: {FIELD})")
 
 
 def add_amount(parser: argparse.ArgumentParser) -> None:
@@ -126,14 +116,9 @@ def run_perplexity(args: argparse.Namespace) -> None:
 def measured(args: argparse.Namespace) -> RunRecord:
     """Measure what the arguments of `perplexity` ask for."""
     configs = arguments.compared_configs(args, "chunk", "window", "stride", "tokens")
-    source, text = source_of(args)
+    source, text = arguments.source_of(args)
     options = arguments.given(args, "output", "mode", "chunk", "window", "stride", "tokens", "controls", "details")
     return perplexity.measure(arguments.load_subject(args, configs), source, text, **options)
-
-
-def source_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`read_source` with the options of `add_source`."""
-    return read_source(**arguments.given(args, "text", "rows", "dataset", "split", "field"))
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -284,7 +269,7 @@ def add_report(evaluations: Any) -> None:
     skippable = (page.OUTLIERS, page.TASKS)
     add("--skip", action="append", choices=skippable, default=[], help="leave out an evaluation; repeatable")
     arguments.add_presets(parser, PRESETS)
-    add_source(parser)
+    arguments.add_source(parser)
     add_amount(parser)
     add("--data", metavar="DIR", help="folder with JSON lines of the tasks (default: lm-eval downloads its own)")
     add("--limit", type=int, default=LIMIT, metavar="N", help=f"the first N items of each task (default: {LIMIT})")
@@ -294,7 +279,7 @@ def add_report(evaluations: Any) -> None:
 
 def run_report(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval report`."""
-    check_installed("matplotlib", "pictures")
+    arguments.check_installed("matplotlib", "pictures")
     expected = "a folder or a new one in a folder that is there"
     folder = arguments.checked_output(args.output, expected=expected, is_folder=True)
     if not args.render:
@@ -304,9 +289,9 @@ def run_report(args: argparse.Namespace) -> None:
         arguments.check_counts(args, "window", "stride", "tokens", "limit", "batch_size")
         if args.dataset is None:
             with named("eval perplexity"):
-                source_of(args)
+                arguments.source_of(args)
         if page.TASKS in kinds:
-            check_installed("lm-eval", "zero-shot tasks", ", or add --skip tasks")
+            arguments.check_installed("lm-eval", "zero-shot tasks", ", or add --skip tasks")
             if args.data is not None:
                 with named("eval tasks"):
                     data.check_data(data.AVERAGED, args.data)
@@ -322,15 +307,6 @@ def run_report(args: argparse.Namespace) -> None:
     drawn = page.render(args.model, folder)
     shown = f"{folder / page.HTML}\n{folder / page.PAGE}, with {', '.join(drawn)}"
     Console(highlight=False).print(shown, soft_wrap=True)
-
-
-def check_installed(package: str, purpose: str, more: str = "") -> None:
-    """Refuse a run that would end for lack of an optional package. `more` says what else the user can do."""
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
-        raise UsageError(
-            f"{package} must be installed for {purpose}, got no such package. Install it: pip install "
-            f"'hf-kvquant[eval]'{more}."
-        )
 
 
 def measure_report(args: argparse.Namespace, folder: Path, kinds: list[str]) -> None:

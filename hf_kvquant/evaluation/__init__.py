@@ -2,6 +2,7 @@
 
 - `measuring/`: how far next-token distributions under two caches are apart, and whether they come from codes.
 - `perplexity/`, `tasks/` and `long_context/`: one evaluation each. `report/` makes a page from their records.
+- `recipes/`: published ways of quantising a cache, simulated on equal terms.
 - `preparation.py` loads a model and makes it ready; `injection.py` makes its keys harder to quantise.
 - `records.py` keeps results in a file that a second run resumes; `provenance.py` says where they come from;
   `paired.py` has statistics of two runs over the same items.

@@ -149,7 +149,7 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
     results = {}
     with patched(model, UNQUANTIZED):
         read = DynamicCache(config=model.config)
-        _read(model, context, read)
+        read_context(model, context, read)
         for name, config in configs.items():
             cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
             if all(
@@ -159,7 +159,7 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
                     assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
                     cache.update(layer.keys, layer.values, index)
             else:  # other layers do not keep all that they were given
-                _read(model, context, cache)
+                read_context(model, context, cache)
             count_pairs(cache)
             correct, log_likelihood = ask(model, question, answer, cache)
             fed = context.shape[1] + question.shape[1] + answer.shape[1] - 1
@@ -192,7 +192,7 @@ def ask(model: PreTrainedModel, question: Tensor, answer: Tensor, cache: Cache) 
     return correct, log_likelihood
 
 
-def _read(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
+def read_context(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
     """Fill a cache with contexts."""
     # Only the last logits: those of a whole context can be larger than its keys and values.
     takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -82,27 +82,13 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         """
         batch, _, tokens, _ = query.shape
         n0 = min(*self.first_chunks, tokens)
-        outs = [attend(query[:, :, :n0], *self.raw, mask[..., :n0, :])[0]]
-        if tokens > n0:
-            # Each source of keys and values, with the mask of the pairs that read it.
-            sources = list(zip(self.dequantized, self.raw, strict=True))
-            formats = self.storage.formats.key, self.storage.formats.value
-            is_exact = [self._is_exact(kv_format, n0, tokens, query.device) for kv_format in formats]
-            is_causal = torch.ones((tokens - n0, tokens), dtype=torch.bool, device=query.device).tril(n0)
-            keys, values, masks = [], [], []
-            for key_exact, value_exact in itertools.product((False, True), repeat=2):
-                chosen = (is_exact[0] == key_exact) & (is_exact[1] == value_exact)
-                if (chosen & is_causal).any():
-                    keys.append(sources[0][key_exact])
-                    values.append(sources[1][value_exact])
-                    later, chosen = mask[..., n0:, :], chosen.unsqueeze(1)
-                    is_bool = mask.dtype == torch.bool
-                    masks.append(later & chosen if is_bool else later.masked_fill(~chosen, torch.finfo(mask.dtype).min))
-            outs.append(attend(query[:, :, n0:], torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, -1))[0])
+        formats = self.storage.formats.key, self.storage.formats.value
+        is_exact = [self._is_exact(kv_format, n0, tokens, query.device) for kv_format in formats]
+        out = attend_to_sources(query, mask, attend, n0, self.dequantized, self.raw, is_exact)
         firsts = self.first_chunks * (batch // len(self.first_chunks))
         served = sum(causal_pairs(tokens, min(first, tokens), window_of(self.storage)) for first in firsts)
         self.storage.tally.pairs_read = (self.storage.tally.pairs_read or 0) + served
-        return torch.cat(outs, dim=1)
+        return out
 
     def _is_exact(self, kv_format: KVFormat, n0: int, tokens: int, device: torch.device) -> Tensor:
         """Whether queries from `n0` on see a token unquantised: `[batch or 1, tokens - n0, tokens]` bool."""
@@ -118,10 +104,54 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         return is_exact | (position < sink_length) | (position >= begin.unsqueeze(2))
 
 
+def attend_to_sources(
+    query: Tensor,
+    mask: Tensor,
+    attend: Callable[..., tuple[Tensor, Any]],
+    first_chunk: int,
+    dequantized: tuple[Tensor, Tensor],
+    raw: tuple[Tensor, Tensor],
+    is_exact: Sequence[Tensor],
+) -> Tensor:
+    """Attention in which each query sees each token either dequantised or as it came.
+
+    Args:
+        query: As for `SimulatedLayer.attend`.
+        mask: As for `SimulatedLayer.attend`.
+        attend: As for `SimulatedLayer.attend`.
+        first_chunk: The first queries, which see all tokens as they came.
+        dequantized: Keys and values, `[batch, num_kv_heads, tokens, head_dim]`.
+        raw: The same as they came.
+        is_exact: For keys and for values, whether the later queries see a token as it came:
+            `[batch or 1, tokens - first_chunk, tokens]` bool.
+
+    Returns:
+        `[batch, tokens, num_q_heads, head_dim]`.
+    """
+    tokens = query.shape[2]
+    outs = [attend(query[:, :, :first_chunk], *raw, mask[..., :first_chunk, :])[0]]
+    if tokens > first_chunk:
+        # Each source of keys and values, with the mask of the pairs that read it.
+        sources = list(zip(dequantized, raw, strict=True))
+        is_causal = torch.ones((tokens - first_chunk, tokens), dtype=torch.bool, device=query.device).tril(first_chunk)
+        keys, values, masks = [], [], []
+        for key_exact, value_exact in itertools.product((False, True), repeat=2):
+            chosen = (is_exact[0] == key_exact) & (is_exact[1] == value_exact)
+            if (chosen & is_causal).any():
+                keys.append(sources[0][key_exact])
+                values.append(sources[1][value_exact])
+                later, chosen = mask[..., first_chunk:, :], chosen.unsqueeze(1)
+                is_bool = mask.dtype == torch.bool
+                masks.append(later & chosen if is_bool else later.masked_fill(~chosen, torch.finfo(mask.dtype).min))
+        late = attend(query[:, :, first_chunk:], torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, -1))[0]
+        outs.append(late)
+    return torch.cat(outs, dim=1)
+
+
 class SimulatedStep(KVStep):
     """Lets handles to keys and values of a simulated layer be read by `simulated_attention` alone."""
 
-    def __init__(self, layer: SimulatedLayer) -> None:
+    def __init__(self, layer: SimulatingLayer) -> None:
         super().__init__(layer.storage)
         self.layer = layer
 

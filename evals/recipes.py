@@ -1,0 +1,48 @@
+"""Makes the results file of the recipes from records of `hf-kvquant eval recipes`.
+
+    hf-kvquant eval recipes evals/reference_model --text wikitext2.test.raw --rows --dtype float32 \\
+        --tokens 12000 --drift 1024 --needles 0 --output plain.json
+    ... --tokens 4000 --drift 0 --needles 0 --inject-outliers 8 --output outliers.json
+    ... --tokens 4000 --drift 0 --needles 0 --inject-bias 100 --output bias.json
+    ... --tokens 4000 --drift 0 --needles 0 --dense 0+0 --output codes.json
+    ... --tokens 4000 --drift 0 --needles 0 --dense 4+128 --output windows.json
+    ... --tokens 2000 --drift 0 --needles 12 --output needles.json
+    python evals/recipes.py plain.json outliers.json bias.json codes.json windows.json needles.json
+
+A record has every token's divergence; a results file has each recipe's row. A run is named after its record's file.
+`render_recipes.py` makes the tables and the picture of `docs/recipes.md` from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_kvquant.evaluation.provenance import ROOT
+from hf_kvquant.evaluation.recipes.measure import SUMMARY
+from hf_kvquant.evaluation.recipes.results import rows_of
+from hf_kvquant.evaluation.records import read_record
+
+OUTPUT = ROOT / "evals" / "results" / "recipes.json"
+
+
+def flattened(record: dict[str, Any]) -> dict[str, Any]:
+    """A run of the results file: the card and the settings of a finished record, and its rows."""
+    seconds = record["parts"][SUMMARY]["seconds"]
+    return {**record["card"], **record["settings"], "recipes": rows_of(record), "seconds": seconds}
+
+
+def main() -> None:
+    """Parse the command line and write the results file."""
+    parser = argparse.ArgumentParser(description="Make the results file of the recipes from finished records.")
+    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD", help="files that eval recipes wrote")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE", help="the results file")
+    args = parser.parse_args()
+    runs = {path.stem: flattened(read_record(path)) for path in args.records}
+    args.output.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""`hf-kvquant eval recipes`: its options, and the checks before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..common.errors import did_you_mean
+from ..evaluation.errors import UsageError
+from ..evaluation.perplexity.segments import TOKENS, WINDOW
+from ..evaluation.preparation import Subject
+from ..evaluation.recipes import measure, picture, results
+from ..evaluation.recipes.catalogue import RECIPES
+from ..evaluation.recipes.interface import Recipe
+from . import arguments
+
+
+def add_recipes(evaluations: Any) -> None:
+    """Add `recipes` to the evaluations."""
+    parser = arguments.add_command(
+        evaluations,
+        "recipes",
+        run_recipes,
+        help="published ways of quantising a cache, on equal terms",
+        description="Compare published ways of quantising a cache with our presets: true bits, perplexity, KL "
+        "divergence and next-token agreement on a text, what happens when the model goes on with its own text, and "
+        "numbers hidden in long prompts. Everything is simulated by small references of each paper, and compared with "
+        "the unquantised cache in the same run. Recipes that learn from a text get its first "
+        f"{measure.SAMPLE_TOKENS:,} tokens, which are not measured.",
+    )
+    arguments.add_source(parser)
+    add = parser.add_argument
+    add("--recipes", metavar="LIST", help=f"some of {', '.join(RECIPES)} (default: all)")
+    dense = "keep the first FIRST and the newest NEWEST tokens dense in all recipes, instead of what each paper does"
+    add("--dense", metavar="FIRST+NEWEST", help=dense)
+    add("--window", type=int, metavar="N", help=f"tokens of a window (default: {WINDOW}, or the model's context)")
+    add("--tokens", type=int, metavar="N", help=f"score at least N tokens (default: {TOKENS} or all)")
+    add("--context", type=int, default=32768, metavar="N", help="count bits at this length as well (default: 32768)")
+    add(
+        "--drift",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of each text that the model writes (default: 512)",
+    )
+    add("--drift-prompts", type=int, default=8, metavar="N", help="texts that it writes (default: 8)")
+    add("--needles", type=int, default=8, metavar="N", help="long prompts with a hidden number (default: 8; 0: none)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of its texts (default: 0)")
+    arguments.add_preparation(parser)
+    arguments.add_placement(parser)
+    add("--output", metavar="FILE", help="write results as JSON; run again to resume")
+    add("--picture", metavar="FILE", help="draw quality against bits, as SVG")
+
+
+def run_recipes(args: argparse.Namespace) -> None:
+    """Run `hf-kvquant eval recipes`."""
+    recipes = checked_recipes(args.recipes, args.dense)
+    arguments.check_counts(args, "window", "tokens", "context", "drift_prompts")
+    for option in ("drift", "needles"):
+        if getattr(args, option) < 0:
+            raise UsageError(f"`--{option}` must be at least 0, got {getattr(args, option)}.")
+    for option in ("output", "picture"):
+        if getattr(args, option) is not None:
+            arguments.checked_output(getattr(args, option), option=f"--{option}")
+    if args.picture is not None:
+        arguments.check_installed("matplotlib", "pictures")
+    source, text = arguments.source_of(args)
+    model, tokenizer = arguments.load_placed(args)
+    preparation = arguments.given(args, "inject_outliers", "inject_bias", "calibrate", "calibrate_for")
+    record = measure.measure(
+        Subject(args.model, model, tokenizer, {}, **preparation),
+        source,
+        text,
+        recipes,
+        measure.Options(**arguments.given(args, *(field.name for field in dataclasses.fields(measure.Options)))),
+        is_chosen=args.recipes is not None,
+        output=args.output,
+    ).to_dict()
+    results.show(Console(highlight=False), record)
+    if args.picture is not None:
+        numbers = picture.numbers_of({record["settings"]["model"]: record})
+        picture.draw(Path(args.picture).expanduser(), numbers)
+
+
+def checked_recipes(names: str | None, dense: str | None) -> dict[str, Recipe]:
+    """The recipes of `--recipes`, each once and in the order given, with the dense tokens of `--dense`."""
+    words = list(RECIPES) if names is None else [word.strip() for word in names.split(",") if word.strip()]
+    if not words:
+        raise UsageError(f"`--recipes` must name something, got '{names}'. Separate names by commas.")
+    for word in words:
+        if word not in RECIPES:
+            raise UsageError(f"`--recipes` must be of {', '.join(RECIPES)}, got '{word}'.{did_you_mean(word, RECIPES)}")
+    chosen = {word: RECIPES[word] for word in words}
+    if dense is None:
+        return chosen
+    found = re.fullmatch(r"(\d+)\+(\d+)", dense)
+    if found is None:
+        raise UsageError(f"`--dense` must be FIRST+NEWEST tokens, got '{dense}'. Write for example 4+128.")
+    sink, recent = map(int, found.groups())
+    return {name: recipe.with_dense(sink, recent) for name, recipe in chosen.items()}

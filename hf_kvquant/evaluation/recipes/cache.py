@@ -1,0 +1,124 @@
+"""Puts a recipe into a model: as a growing cache, and as one forward over a whole text that gives the same.
+
+Both keep float tensors. `recipe_cache` is a transformers cache like any other, so it works wherever the model reads
+from its cache, as in decoding. `text_cache` is for one forward over a text: every query sees each token as it would be
+in the growing cache at that moment, dense or as its codes, which attention takes care of (`simulation.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ...attention.unregistered import SimulatingLayer
+from ...cache.handle import KVHandle
+from ...config import KVQuantConfig
+from ...models.layers import layers_of
+from ...models.text_config import text_config_of
+from ...storage.layer_store import LayerStore
+from ..measuring.fidelity import UNQUANTIZED
+from ..measuring.simulation import SimulatedStep, attend_to_sources
+from .interface import Quantize, Recipe, Storage
+
+FIRST_CHUNK = 1  # tokens of a text that see themselves dense, like a prompt that fills a cache
+
+# How keys and values are quantised, by layer.
+Quantizers = Mapping[int, tuple[Quantize, Quantize]]
+
+
+def check_served(model: PreTrainedModel) -> None:
+    """Refuse a model in which some layer does not keep all keys and values. Raises `NotImplementedError`."""
+    kinds = set(layers_of(text_config_of(model))[0]) - {"full_attention"}
+    if kinds:
+        raise NotImplementedError(
+            f"recipes: `model` must attend to all tokens in every layer, got {type(model).__name__} with "
+            f"{', '.join(sorted(kinds))}. Measure presets with 'hf-kvquant eval perplexity' instead."
+        )
+
+
+class GrowingLayer(DynamicLayer):
+    """One layer of a growing cache. Holds each token dense until it gets codes, then what these stand for."""
+
+    def __init__(self, storages: Sequence[Storage], quantizers: Sequence[Quantize]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sides = tuple(zip(storages, quantizers, strict=True))
+        self.tokens = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add tokens, and return what attention sees. The first tokens of a cache see themselves as they come."""
+        before = self.tokens
+        held = super().update(key_states, value_states, *args, **kwargs)
+        self.tokens += key_states.shape[2]
+        for (storage, quantize), x in zip(self.sides, held, strict=True):
+            begin, end = storage.coded_end(before), storage.coded_end(self.tokens)
+            if end > begin:
+                x[:, :, begin:end] = quantize(x[:, :, begin:end].float(), begin).to(x.dtype)
+        return held if before else (key_states, value_states)
+
+    def crop(self, max_length: int) -> None:
+        """Refuse: tokens with codes are not kept dense."""
+        raise NotImplementedError("recipes: `crop` must not be called, got a crop. Use sampling without assistants.")
+
+
+class TextLayer(DynamicLayer, SimulatingLayer):
+    """One layer for one forward over whole texts."""
+
+    def __init__(self, storages: Sequence[Storage], quantizers: Sequence[Quantize], name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sides = tuple(zip(storages, quantizers, strict=True))
+        # Of handles, which name it in messages. It holds nothing.
+        self.storage = LayerStore(KVQuantConfig.from_preset(UNQUANTIZED).formats(0), name=name)
+        self.pairs_read = [0, 0]  # (query, token) pairs that read codes of keys, and of values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Quantise the keys and values of whole texts."""
+        self.raw = key_states, value_states
+        coded = []
+        for (storage, quantize), x in zip(self.sides, self.raw, strict=True):
+            # Codes are made in the same pieces as in a growing cache, since tokens are only quantised with their block.
+            begin, end = storage.sink, storage.coded_end(x.shape[2])
+            copy = x.clone()
+            if end > begin:
+                copy[:, :, begin:end] = quantize(x[:, :, begin:end].float(), begin).to(x.dtype)
+            coded.append(copy)
+        self.coded = coded[0], coded[1]
+        step = SimulatedStep(self)
+        return KVHandle(step, 0), KVHandle(step, 1)
+
+    def attend(self, query: Tensor, mask: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:
+        """See `simulation.SimulatedLayer.attend`."""
+        tokens = query.shape[2]
+        is_exact = [self._is_exact(storage, tokens, query.device) for storage, _ in self.sides]
+        is_causal = torch.ones(tokens - FIRST_CHUNK, tokens, dtype=torch.bool, device=query.device).tril(FIRST_CHUNK)
+        for side, exact in enumerate(is_exact):
+            self.pairs_read[side] += int((~exact & is_causal).sum()) * len(query)
+        return attend_to_sources(query, mask, attend, FIRST_CHUNK, self.coded, self.raw, is_exact)
+
+    @staticmethod
+    def _is_exact(storage: Storage, tokens: int, device: torch.device) -> Tensor:
+        """Whether queries behind the first chunk see a token dense: `[1, tokens - first chunk, tokens]` bool."""
+        ends = torch.tensor([storage.coded_end(length) for length in range(FIRST_CHUNK + 1, tokens + 1)], device=device)
+        position = torch.arange(tokens, device=device)
+        return ((position < storage.sink) | (position >= ends.unsqueeze(1))).unsqueeze(0)
+
+
+def recipe_cache(model: PreTrainedModel, recipe: Recipe, quantizers: Quantizers) -> DynamicCache:
+    """An empty growing cache."""
+    return _cache(model, lambda index: GrowingLayer((recipe.key, recipe.value), quantizers[index]))
+
+
+def text_cache(model: PreTrainedModel, recipe: Recipe, quantizers: Quantizers) -> DynamicCache:
+    """A cache for one forward over texts, in a model inside `simulation.simulated`."""
+    return _cache(model, lambda index: TextLayer((recipe.key, recipe.value), quantizers[index], f"layer {index}"))
+
+
+def _cache(model: PreTrainedModel, make: Callable[[int], DynamicLayer]) -> DynamicCache:
+    check_served(model)
+    cache = DynamicCache(config=text_config_of(model))
+    cache.layers = [make(index) for index in range(len(cache.layers))]
+    return cache

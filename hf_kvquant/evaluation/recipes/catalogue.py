@@ -1,0 +1,13 @@
+"""The recipes that users can name. Each family has a file, which says where it is defined."""
+
+from __future__ import annotations
+
+from . import float4, kivi, kvarn, kvquant, oscar, ours, polarquant, turboquant, uniform
+from .interface import Recipe
+
+# By name.
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for family in (ours, uniform, kivi, kvquant, turboquant, polarquant, kvarn, oscar, float4)
+    for recipe in family.RECIPES
+}
