@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
+import render_ablation
 import render_batching
 import render_chunks
 import render_families
@@ -45,7 +46,7 @@ MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
 # Parts of the same names are made from these where they exist.
-OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel")
+OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
@@ -103,6 +104,9 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     if "batching" in results:
         batching = results["batching"]
         paragraphs["batching"] = [render_batching.throughput_table(batching), render_batching.caption(batching)]
+    if "ablation" in results:
+        ablation = results["ablation"], results["ablation_outliers"]
+        paragraphs["ablation"] = [render_ablation.cost_table(*ablation), render_ablation.caption(*ablation)]
     if "parallel" in results:
         parallel = results["parallel"]
         paragraphs["parallel"] = [render_parallel.step_table(parallel), render_parallel.caption(parallel)]

@@ -1,0 +1,35 @@
+"""What the pages say about quantised weights beside the cache, from `evals/results/ablation.json` and its twin with
+outliers alone.
+
+`ablation.py` measures, and `render_readme.py` puts this into the pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_kvquant.common.tables import markdown_table as table
+
+
+def cost_table(results: dict[str, Any], with_outliers: dict[str, Any]) -> str:
+    """Per weights and cache: perplexity, what each of both costs, and accuracy."""
+    hard = {(row["weights"], row["cache"]): row for row in with_outliers["rows"]}
+    lines = []
+    for row in results["rows"]:
+        scores, other = row["accuracy"], hard[row["weights"], row["cache"]]
+        accuracy = "" if not scores else ", ".join(f"{value:.1%}" for value in scores.values())
+        costs = [f"{row['weights_cost']:+.1%}", f"{row['cache_adds']:+.1%}", f"{other['cache_adds']:+.1%}"]
+        lines.append([row["weights"], row["cache"], f"{row['perplexity']:.2f}", *costs, accuracy])
+    headings = ["weights, activations", "cache", "perplexity", "weights cost", "cache adds", "with outliers"]
+    return table([*headings, ", ".join(results["tasks"])], lines)
+
+
+def caption(results: dict[str, Any], with_outliers: dict[str, Any]) -> str:
+    """What was measured, on what and when."""
+    return (
+        f"The reference model, {results['scored_tokens']:,} tokens of WikiText-2 in windows of {results['window']:,}, "
+        f'and {results["limit"]} items of each task. "Weights cost" is their change of perplexity with an unquantised '
+        'cache, "cache adds" the change on top of that. "With outliers": the same where 3 RoPE pairs of every key head '
+        f"are {with_outliers['injected_outliers']:g} times as large. Weights and activations are simulated. "
+        f"{results['date'][:10]}, `evals/results/ablation.json`, `ablation_outliers.json`."
+    )
