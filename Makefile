@@ -46,6 +46,9 @@ step = @start=$$(date +%s); echo "--- $(1)"; $(2) && echo "--- $(1): $$(($$(date
 # A Python named on the command line must already have the package and pytest; without one, .venv is set up.
 IS_PYTHON_GIVEN := $(filter command environment,$(origin PYTHON))
 SANITIZE_PYTHON := $(if $(IS_PYTHON_GIVEN),$(PYTHON),$(BIN)/python)
+# The tests that run something on a GPU if there is one.
+GPU_TESTS = $(filter-out $(addprefix tests/test_,cli.py evals.py hub.py import.py readme.py report.py), \
+    $(shell grep -lE 'engine|"cuda"|cuda\.is_available' tests/test_*.py))
 BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc -type f)
 QUALITY_AVERAGED := piqa arc_easy arc_challenge hellaswag winogrande
 QUALITY_PRESETS := int8 k8v4 int4 int4-g32 int4-channel fp8
@@ -63,7 +66,7 @@ SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py wind
 # Python and torch are not instrumented, so libasan is preloaded; libstdc++ too, so that libasan sees exceptions thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
-.PHONY: help setup demo quality test test-all mutate oldest sanitize sanitize-cpu lint lint-workflows format types cuda \
+.PHONY: help setup demo quality test test-all test-gpu mutate oldest sanitize sanitize-cpu lint lint-workflows format types cuda \
     headers wheel docs hub clean distclean
 
 help:  ## list the commands
@@ -91,6 +94,9 @@ test: $(READY)  ## run the tests before a commit: every test, with a selection o
 
 test-all: $(READY)  ## run every case of every test
 	$(BIN)/python -m pytest --all $(PYTEST_ARGS)
+
+test-gpu: $(if $(IS_PYTHON_GIVEN),,$(READY))  ## run the tests of kernels, graphs and batching (needs a GPU)
+	$(SANITIZE_PYTHON) -m pytest -q -p no:benchmark $(PYTEST_ARGS) $(GPU_TESTS)
 
 mutate: $(READY)  ## break one line at a time and see which test fails (takes hours; MUTATIONS=storage for one file)
 	$(BIN)/python tests/mutate.py $(MUTATIONS)
