@@ -24,8 +24,8 @@ constexpr int kBlockSize = 128;      // tokens that share the scale of a channel
 constexpr int kMaxCudaHeadDim = 256;  // above it, ops/kernels.py chooses the reference
 constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
 
-enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
-constexpr int kNumStorages = 4;
+enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3, int3 = 4, int2 = 5 };
+constexpr int kNumStorages = 6;
 
 // What a code is, see spec/codes.py. All else about integers follows from their bits. Storage::none has no codes.
 struct CodeType {
@@ -38,6 +38,8 @@ KVQ_ON_DEVICE constexpr CodeType code_type(Storage storage) {
     case Storage::int8: return {8, true};
     case Storage::int4: return {4, true};
     case Storage::fp8: return {8, false};
+    case Storage::int3: return {3, true};
+    case Storage::int2: return {2, true};
     case Storage::none: break;
   }
   return {0, false};
@@ -74,7 +76,7 @@ constexpr const char* kLayoutFields =
     "key.storage key.granularity key.group_size key.symmetric key.clip_ratio "
     "value.storage value.granularity value.group_size value.symmetric value.clip_ratio "
     "sink_length residual_length rows";
-constexpr const char* kLayoutValues = "none int8 int4 fp8; tensor token head group channel; linear ring";
+constexpr const char* kLayoutValues = "none int8 int4 fp8 int3 int2; tensor token head group channel; linear ring";
 constexpr int64_t kClipOne = int64_t{1} << 62;  // the integer for a clip ratio of 1
 
 // Dtypes of the model's tensors: queries, new keys and values, and the codes of Storage::none.

@@ -387,9 +387,9 @@ PRESET_NAMES, STORAGES, NBITS = list(PRESETS), list(STORAGE_IDS), list(INTEGER_B
             "KVQuantConfig: `nbits` must not be given together with ['preset', 'value'], got 4. Keep one of them.",
         ),
         (
-            {"nbits": 2},
+            {"nbits": 5},
             ValueError,
-            f"KVQuantConfig: `nbits` must be one of {NBITS}, got 2.",
+            f"KVQuantConfig: `nbits` must be one of {NBITS}, got 5.",
         ),
         (
             {"preset": "none", "q_group_size": 64},

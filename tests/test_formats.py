@@ -182,8 +182,8 @@ def test_names() -> None:
 
 
 def test_storage_ids_are_the_ones_compiled_into_kernels() -> None:
-    assert STORAGE_IDS == {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
-    assert [KVFormat(name).storage_id for name in STORAGE_IDS] == [0, 1, 2, 3]  # type: ignore[arg-type]
+    assert STORAGE_IDS == {"none": 0, "int8": 1, "int4": 2, "fp8": 3, "int3": 4, "int2": 5}
+    assert [KVFormat(name).storage_id for name in STORAGE_IDS] == list(range(6))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -224,12 +224,12 @@ STORAGES = list(STORAGE_IDS)
         (
             {"storage": "fp8", "symmetric": False},
             ValueError,
-            "KVFormat: `symmetric` must be True for storage 'fp8', got False. Only int8 and int4 have a zero.",
+            "KVFormat: `symmetric` must be True for storage 'fp8', got False. Only int8, int4, int3 and int2 have a zero.",
         ),
         (
             {"storage": "none", "symmetric": False},
             ValueError,
-            "KVFormat: `symmetric` must be True for storage 'none', got False. Only int8 and int4 have a zero.",
+            "KVFormat: `symmetric` must be True for storage 'none', got False. Only int8, int4, int3 and int2 have a zero.",
         ),
         (
             {"storage": "none", "granularity": "token"},
@@ -294,7 +294,7 @@ STORAGES = list(STORAGE_IDS)
             {"storage": "fp8", "clip_ratio": 0.9},
             ValueError,
             "KVFormat: `clip_ratio` must be 1 for storage 'fp8', got 0.9. "
-            "Clipping only helps the evenly spaced codes of int8 and int4.",
+            "Clipping only helps the evenly spaced codes of int8, int4, int3 and int2.",
         ),
         (
             {"storage": "int8", "groupsize": 32},

@@ -178,7 +178,7 @@ CONSTANTS = {
     "NUM_COUNTERS": ops.NUM_COUNTERS,
     "MAX_CUDA_HEAD_DIM": ops.MAX_CUDA_HEAD_DIM,
     "LAYOUT_FIELDS": " ".join(LAYOUT_FIELDS),
-    "LAYOUT_VALUES": "none int8 int4 fp8; tensor token head group channel; linear ring",
+    "LAYOUT_VALUES": "none int8 int4 fp8 int3 int2; tensor token head group channel; linear ring",
     "HAS_CPU": 1,
     "HAS_CUDA": 0,
 }

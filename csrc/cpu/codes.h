@@ -91,7 +91,7 @@ struct TileCodes : Codes<Storage::none> {
 // Calls `use` with the storage type as a constant; not for Storage::none, whose numbers have a dtype.
 template <class Use>
 inline void with_storage(Storage storage, Use use) {
-  with_constant<Storage::int8, Storage::int4, Storage::fp8>(storage, use);
+  with_constant<Storage::int8, Storage::int4, Storage::fp8, Storage::int3, Storage::int2>(storage, use);
 }
 
 // Calls `use` with the Codes of a side.

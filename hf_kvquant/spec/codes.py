@@ -14,12 +14,12 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-StorageType = Literal["none", "int8", "int4", "fp8"]
+StorageType = Literal["none", "int8", "int4", "fp8", "int3", "int2"]
 
 # The numbers of storage types in ops and csrc/format.h.
 STORAGE_IDS: dict[StorageType, int] = {name: number for number, name in enumerate(get_args(StorageType))}
 # Bits of a code. Storage type `none` has values instead, in the model's dtype.
-INTEGER_BITS: dict[StorageType, int] = {"int8": 8, "int4": 4}
+INTEGER_BITS: dict[StorageType, int] = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 BITS: dict[StorageType, int] = {**INTEGER_BITS, "fp8": 8}
 
 

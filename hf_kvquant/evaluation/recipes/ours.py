@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
@@ -39,9 +40,24 @@ class Preset(Recipe):
         return 4.0 * num_kv_heads * head_dim if "center" in self.config.transforms else 0.0
 
 
+# Formats below four bits that are no presets yet, with dense tokens. Names are as those of presets with windows.
+_INT2 = {"storage": "int2", "symmetric": False, "clip_ratio": 0.75}
+_INT2_G64 = {**_INT2, "granularity": "group", "group_size": 64}
+_CHANNEL = {"storage": "int4", "granularity": "channel", "symmetric": False, "block_size": 128}
+FORMATS: dict[str, tuple[Any, Any]] = {
+    "int3:4+128": ("int3", "int3"),
+    "int2-g64:4+128": (_INT2_G64, _INT2_G64),
+    "int4-channel+int2:4+128": (_CHANNEL, "int2"),
+}
+
+
 def preset(name: str) -> Preset:
     """A preset as a recipe."""
-    config = KVQuantConfig.from_preset(name)
+    return of_config(name, KVQuantConfig.from_preset(name))
+
+
+def of_config(name: str, config: KVQuantConfig) -> Preset:
+    """A config as a recipe, by any name."""
     key, value = (storage(side, config) for side in (config.key, config.value))
     return Preset(name=name, family="hf_kvquant", source=SOURCE, key=key, value=value, config=config)
 
@@ -74,3 +90,7 @@ def _by_reference(side: KVFormat, transform: KeyTransform | None) -> Quantize:
 
 
 RECIPES: list[Recipe] = [preset(name) for name in PRESETS if name != UNQUANTIZED]
+RECIPES += [
+    of_config(name, KVQuantConfig.from_dict({"key": key, "value": value, "sink_length": 4, "residual_length": 128}))
+    for name, (key, value) in FORMATS.items()
+]
