@@ -31,6 +31,7 @@ from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS, Subject, load
 from hf_kvquant.evaluation.provenance import ROOT, card, model_name, sha256
 from hf_kvquant.evaluation.tasks.measure import measure as measure_tasks
 from hf_kvquant.evaluation.tasks.measure import ready
+from hf_kvquant.state import keep
 
 # Caches by name: the config, and whether the weights are those that calibration has changed.
 CACHES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -154,6 +155,7 @@ def main() -> None:
         for model, is_calibrated in ((plain, False), (calibrated, True)):
             quantized = copy.deepcopy(model)
             quantize_weights(quantized, weights)
+            keep(quantized, folded=None)  # the factors are in what was rounded, so nothing has to be undone
             rows += rows_of(quantized, tokenizer, segments.ids, weights, is_calibrated, arguments)
             console.print(f"{weights}: {time.perf_counter() - started:.0f} s", highlight=False)
     add_costs(rows)

@@ -20,6 +20,7 @@ from hf_kvquant.spec.formats import TOKEN_ALIGNMENT
 from hf_kvquant.spec.planes import Planes
 
 CPU = torch.device("cpu")
+INTEGERS = "int8, int4, int3 and int2"
 INT4_G64 = KVFormat("int4", "group", 64, symmetric=False)
 
 # Bytes of one token and one head, keys and values, at head_dim 128; then bits of a value at head_dim 64, 128 and 256,
@@ -224,12 +225,12 @@ STORAGES = list(STORAGE_IDS)
         (
             {"storage": "fp8", "symmetric": False},
             ValueError,
-            "KVFormat: `symmetric` must be True for storage 'fp8', got False. Only int8, int4, int3 and int2 have a zero.",
+            f"KVFormat: `symmetric` must be True for storage 'fp8', got False. Only {INTEGERS} have a zero.",
         ),
         (
             {"storage": "none", "symmetric": False},
             ValueError,
-            "KVFormat: `symmetric` must be True for storage 'none', got False. Only int8, int4, int3 and int2 have a zero.",
+            f"KVFormat: `symmetric` must be True for storage 'none', got False. Only {INTEGERS} have a zero.",
         ),
         (
             {"storage": "none", "granularity": "token"},
@@ -294,7 +295,7 @@ STORAGES = list(STORAGE_IDS)
             {"storage": "fp8", "clip_ratio": 0.9},
             ValueError,
             "KVFormat: `clip_ratio` must be 1 for storage 'fp8', got 0.9. "
-            "Clipping only helps the evenly spaced codes of int8, int4, int3 and int2.",
+            f"Clipping only helps the evenly spaced codes of {INTEGERS}.",
         ),
         (
             {"storage": "int8", "groupsize": 32},
