@@ -10,6 +10,7 @@
     python evals/recipes.py plain.json outliers.json bias.json codes.json windows.json needles.json
 
 A record has every token's divergence; a results file has each recipe's row. A run is named after its record's file.
+With `--add`, records of other recipes add rows to the runs that there are; these rows name their own commit.
 `render_recipes.py` makes the tables and the picture of `docs/recipes.md` from it.
 """
 
@@ -34,13 +35,30 @@ def flattened(record: dict[str, Any]) -> dict[str, Any]:
     return {**record["card"], **record["settings"], "recipes": rows_of(record), "seconds": seconds}
 
 
+# What may differ between a run and a record that adds to it: the recipes, and when and with which commit it was made.
+_OWN = ("recipes", "seconds", "command", "commit", "date", "is_dirty")
+
+
+def add(run: dict[str, Any], more: dict[str, Any], name: str) -> None:
+    """Add the rows of a record to a run of the same settings."""
+    for key in run.keys() - set(_OWN):
+        if run[key] != more[key]:
+            raise SystemExit(f"recipes: {name} must be of the same {key}, {run[key]}, got {more[key]}.")
+    own = {key: more[key] for key in ("commit", "date")}
+    run["recipes"] |= {recipe: {**row, **own} for recipe, row in more["recipes"].items()}
+
+
 def main() -> None:
     """Parse the command line and write the results file."""
     parser = argparse.ArgumentParser(description="Make the results file of the recipes from finished records.")
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD", help="files that eval recipes wrote")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE", help="the results file")
+    parser.add_argument("--add", action="store_true", help="add to the runs of the results file")
     args = parser.parse_args()
-    runs = {path.stem: flattened(read_record(path)) for path in args.records}
+    found = {path.stem: flattened(read_record(path)) for path in args.records}
+    runs = json.loads(args.output.read_text(encoding="utf-8"))["runs"] if args.add else found
+    for name, run in found.items() if args.add else ():
+        add(runs[name], run, name)
     args.output.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 

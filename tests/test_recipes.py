@@ -110,8 +110,9 @@ def test_bits_are_those_of_the_bytes() -> None:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name].family == "hf_kvquant"])
 def test_bits_of_our_presets_are_those_of_their_formats(name: str) -> None:
-    config = KVQuantConfig.from_preset(name)
+    config = RECIPES[name].config
     for side, kv_format in ((RECIPES[name].key, config.key), (RECIPES[name].value, config.value)):
+        assert (side.sink, side.recent) == (config.sink_length, config.residual_length)
         expected = 8 * kv_format.bytes_per_token(HEADS, HEAD_DIM, torch.bfloat16) / (HEADS * HEAD_DIM)
         assert side.value_bits(HEADS, HEAD_DIM) == pytest.approx(expected)
 
