@@ -903,3 +903,11 @@ def test_an_unknown_capability_changes_nothing() -> None:
     assert before in ("portable", "avx2", "avx512")
     assert not module.set_cpu_capability("avx1024")
     assert module.cpu_capability() == before
+
+
+@pytest.mark.parametrize("storage", sorted(ops.kernels.CPU_STORAGES))
+def test_storage_types_without_cuda_kernels_are_refused(storage: str) -> None:
+    ops.kernels.check_storages(torch.device("cpu"), storage)
+    ops.kernels.check_storages(torch.device("cuda"), "int4", "none")
+    with pytest.raises(ValueError, match=f"must have storage types with CUDA kernels, got {storage}. Choose int4"):
+        ops.kernels.check_storages(torch.device("cuda"), "int8", storage)

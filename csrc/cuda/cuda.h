@@ -46,9 +46,8 @@ constexpr int kGroupChannels = 32;   // channels of a group in the kernels for g
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
 AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged);
 
-// The kernel for many query rows, which serves all formats with such codes. `changes_scores`: by softcap or ALiBi.
+// The kernel for many query rows, which serves all formats with codes. `changes_scores`: by softcap or ALiBi.
 AttendKernel chunk_kernel_for(int head_dim, bool changes_scores);
-constexpr KVQ_ON_DEVICE bool has_chunk_codes(Storage storage) { return bits_of(storage) == 4 || bits_of(storage) == 8; }
 
 // Divides by a number that is known only at run time. A division costs some thirty instructions, so the host computes a
 // reciprocal.

@@ -41,6 +41,7 @@ class Operands:
         transform = KeyTransform() if key_transform is None else key_transform
         self._kinds = transform.center, transform.smoothing, transform.is_rotated, layout.packed
         codes = key_planes.codes
+        kernels.check_storages(codes.device, layout.key.storage, layout.value.storage)
         serves = kernels.has_kernel(
             codes.device, layout.key.head_dim_of(codes), layout.value.head_dim_of(value_planes.codes)
         )

@@ -449,13 +449,10 @@ __device__ __forceinline__ void fill_tiles(const TileSource<Shape, kIsKey>& sour
       }
     }
     with_storage(side.storage, [&](auto storage) {
-      constexpr Storage kStorage = decltype(storage)::value;
-      if constexpr (has_chunk_codes(kStorage)) {
-        if (side.num_groups == 1) {
-          Filler<Shape, kIsKey, kStorage, Scales::rows>(source).fill_some(steps);
-        } else {
-          Filler<Shape, kIsKey, kStorage, Scales::groups>(source).fill_some(steps);
-        }
+      if (side.num_groups == 1) {
+        Filler<Shape, kIsKey, decltype(storage)::value, Scales::rows>(source).fill_some(steps);
+      } else {
+        Filler<Shape, kIsKey, decltype(storage)::value, Scales::groups>(source).fill_some(steps);
       }
     });
   }

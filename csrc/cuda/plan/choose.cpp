@@ -90,7 +90,7 @@ AttendKernel choose_chunk_kernel(const DecodeParams& params) {
   const AttendKernel kernel = chunk_kernel_for(
       std::max(keys.head_dim, values.head_dim), params.softcap > 0.f || params.alibi_slopes != nullptr);
   for (const Side* side : {&keys, &values}) {
-    if (!has_chunk_codes(side->storage) || side->head_dim % kUnitChannels != 0) return {};
+    if (side->storage == Storage::none || side->head_dim % kUnitChannels != 0) return {};
     // All codes that a thread takes have one scale, and are loaded at once.
     if (side->head_dim / side->num_groups % kUnitChannels != 0) return {};
     const int64_t bytes = kUnitChannels * bits_of(side->storage) / 8;
