@@ -266,16 +266,16 @@ def test_sliding_windows_grow(device: str, caplog: pytest.LogCaptureFixture) -> 
         actual = captured(model, INT8, prompt_lookup_num_tokens=3, return_dict_in_generate=True)
     compare.assert_same(actual.sequences, expected.cpu(), "tokens")
     assert not actual.past_key_values.is_static
-    said = [record.message for record in caplog.records]
+    said = [record.message for record in caplog.records if record.name == assisted.__name__]
     assert said == [uncaptured_log("MistralForCausalLM has layers other than full attention")]
 
 
 def test_early_exit_grows(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     actual = captured(model, INT8, assistant_early_exit=1)
     compare.assert_same(actual, uncaptured(model, INT8).cpu(), "tokens")
-    assert [record.message for record in caplog.records] == [
-        uncaptured_log("the model assists itself by its first layers")
-    ]
+    # Other loggers say some things once in a process, so whether they do here depends on the tests before.
+    said = [record.message for record in caplog.records if record.name == assisted.__name__]
+    assert said == [uncaptured_log("the model assists itself by its first layers")]
 
 
 def test_a_length_that_proposals_exceed(model: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,15 +42,9 @@ class Processor(ContinuousBatchProcessor):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        theirs = self.model_runner
-        self.model_runner = Runner(
-            logit_processor=theirs.logit_processor,
-            cb_config=theirs.cb_config,
-            inputs_and_outputs=theirs.inputs_and_outputs,
-            cache=self.cache,
-            do_sample=theirs.do_sample,
-            return_logprobs=theirs.return_logprobs,
-        )
+        # Not a new runner beside theirs: it would free the memory pool that theirs has just made, and that aborted the
+        # process now and then (torch 2.11). A Runner has no attributes of its own.
+        self.model_runner.__class__ = Runner
         scheduler: Any = self.scheduler
         self._add_waiting = scheduler.add_waiting_request
         scheduler.add_waiting_request = self._add_if_it_fits
