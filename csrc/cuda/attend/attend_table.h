@@ -27,6 +27,8 @@ constexpr AttendRow kAttendTable[] = {
     row<Storage::int4, Storage::int4, true, true, Scales::groups>(),  // of a multiple of kGroupChannels
     row<Storage::int4, Storage::int4, true, true, Scales::blocks>(),  // of keys; values have one scale per token
     row<Storage::fp8, Storage::fp8, false, false, Scales::rows>(),
+    row<Storage::int4, Storage::int2, true, true, Scales::rows>(),
+    row<Storage::int2, Storage::int2, true, true, Scales::rows>(),
 };
 
 }  // namespace hf_kvquant::cuda

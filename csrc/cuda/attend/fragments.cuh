@@ -3,10 +3,10 @@
 // order at the end.
 //
 // Scores are S[token, query] = K · Qᵀ: keys are the A operand. Integer keys stay bytes: u8 codes times a 16-bit query,
-// split into a high and a low s8 byte, are exact and need no unpacking for int8, and one mask per nibble for int4 (high
-// nibbles stay in place and count sixteenfold). e4m3 keys and keys in groups or blocks become float16. The output is
-// Oᵀ[channel, query] = Vᵀ · Pᵀ. Value codes become float16: bytes by a permutation that puts them behind an exponent,
-// and an addition; nibbles by a mask, as subnormal numbers.
+// split into a high and a low s8 byte, are exact and need no unpacking for int8, and one mask for each code of a byte for
+// int4 and int2 (all codes stay in place, so high ones count 4, 16 or 64 times). e4m3 keys and keys in groups or blocks
+// become float16. The output is Oᵀ[channel, query] = Vᵀ · Pᵀ. Value codes become float16: bytes by a permutation that
+// puts them behind an exponent, and an addition; smaller ones by a mask, as subnormal numbers.
 //
 // A step is kTiles tiles of 16 tokens. Lane row g of a tile's half h (rows 8h + g) holds token
 //     2 · kTiles · slot_of_row(g) + b,    b = 2 · tile + h,
@@ -88,7 +88,7 @@ struct KeyWords {
 // and g + 8 of a lane are channels `channel(g, j)` and the next one.
 template <Storage kStorage, int kRowBytes>
 struct ValueWords {
-  static constexpr int kTilesPerChunk = kStorage == Storage::int4 ? 2 : 1;
+  static constexpr int kTilesPerChunk = 8 / bits_of(kStorage);
   static constexpr int kChunks = kRowBytes / 16, kLoads = kChunks / 2;
   static constexpr int kTiles = kChunks * kTilesPerChunk;  // of 16 channels
 
@@ -131,24 +131,39 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
 }
 
 // A nibble in the lowest or second lowest four bits of a float16 is a subnormal number, this many times smaller than
-// the code: one mask unpacks two codes.
+// the code: one mask unpacks two codes. So is a code of int2 in the lowest byte.
 constexpr float kLowNibbleUnit = 0x1p24f, kHighNibbleUnit = 0x1p20f;
 constexpr uint32_t kLowNibbles = 0x000f000fu, kHighNibbles = 0x00f000f0u;
-constexpr float kMiddleCode = 8.f;  // of int4
+
+// The same for code `i` of the lowest byte, of int4 or int2.
+__device__ __forceinline__ constexpr float unit_of_code(Storage storage, int i) {
+  return kLowNibbleUnit / static_cast<float>(1 << i * bits_of(storage));
+}
+__device__ __forceinline__ constexpr uint32_t mask_of_code(Storage storage, int i) {
+  return ((1u << bits_of(storage)) - 1) * 0x00010001u << i * bits_of(storage);
+}
+
+// The code that is subtracted from those of int4 and int2.
+__device__ __forceinline__ constexpr float middle_code(Storage storage) {
+  return static_cast<float>(1 << (bits_of(storage) - 1));
+}
 
 // The A operands of one chunk, tokens 2t and 2t + 1 of half tile 0 (`e`) and 1 (`f`): | second: 2 bytes | first: 2 |.
 // `use(index, a0, a1, a2, a3)` is called for one output tile after the other.
 //
-// Bytes come out exact and centred, code - 128. Nibbles come out as they are, in the units above; rows g of all tiles
-// are low nibbles. So what has to be subtracted from sums is small. With masks alone, bytes would have an offset of 64
-// or 1024 and large sums. Tensor cores truncate their sums, and losing half a unit in the last place again and again is
-// a bias that shows in long sequences.
+// Bytes come out exact and centred, code - 128. Smaller codes come out as they are, in the units of `unit_of_output`.
+// So what has to be subtracted from sums is small. With masks alone, bytes would have an offset of 64 or 1024 and large
+// sums. Tensor cores truncate their sums, and losing half a unit in the last place again and again is a bias that shows
+// in long sequences.
 template <Storage kStorage, class Use>
 __device__ __forceinline__ void for_value_operands(uint32_t e, uint32_t f, Use use) {
-  if constexpr (kStorage == Storage::int4) {
-    const uint32_t e8 = e >> 8, f8 = f >> 8;
-    use(0, e & kLowNibbles, e & kHighNibbles, f & kLowNibbles, f & kHighNibbles);
-    use(1, e8 & kLowNibbles, e8 & kHighNibbles, f8 & kLowNibbles, f8 & kHighNibbles);
+  if constexpr (bits_of(kStorage) < 8) {
+    constexpr int kPairs = ValueWords<kStorage, 32>::kTilesPerChunk / 2;  // of codes in a byte
+    const uint32_t e_from[2] = {e, e >> 8}, f_from[2] = {f, f >> 8};
+    for_all<2, kPairs>([&](int byte, int i) {
+      const uint32_t first = mask_of_code(kStorage, 2 * i), second = mask_of_code(kStorage, 2 * i + 1);
+      use(kPairs * byte + i, e_from[byte] & first, e_from[byte] & second, f_from[byte] & first, f_from[byte] & second);
+    });
   } else if constexpr (kStorage == Storage::int8) {
     // A byte behind the exponent of 1024 is 1024 + code.
     constexpr uint32_t k1024 = 0x64646464u, kMinus1152 = 0xe480e480u;
@@ -160,6 +175,12 @@ __device__ __forceinline__ void for_value_operands(uint32_t e, uint32_t f, Use u
     const auto halves = [](uint32_t x, uint32_t bytes) { return halves_of_e4m3(__byte_perm(x, 0, bytes)); };
     use(0, halves(e, 0x4420), halves(e, 0x4431), halves(f, 0x4420), halves(f, 0x4431));
   }
+}
+
+// The unit of output tile j of int4 or int2 values, in rows g (`i` 0) and g + 8 (1).
+template <Storage kStorage>
+__device__ __forceinline__ constexpr float unit_of_output(int j, int i) {
+  return unit_of_code(kStorage, (2 * j + i) % (8 / bits_of(kStorage)));
 }
 
 }  // namespace hf_kvquant::cuda

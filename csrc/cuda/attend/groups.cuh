@@ -46,7 +46,7 @@ class Groups {
                         ? Pipeline::kPlaneBytes + g * Pipeline::kScaleBytes
                         : ((g & 4) == 0 ? Pipeline::kPlaneBytes : 0) + (g & 3) % kNumGroups * Pipeline::kScaleBytes;
     keep(codes_at_), keep(scale_at_), keep(term_at_), keep(even_at_), keep(odd_at_), keep(center_plane_);
-    middle_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
+    middle_ = params.value_side.is_symmetric ? 0.f : middle_code(Shape::kValue);
     for_all<kColumnTiles, 4>([&](int n, int i) { center_[n][i] = 0.f; });
   }
 

@@ -33,15 +33,19 @@ AttendKernel kernel_for_rows(int num_rows) {
   }
   using Eight = Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 8, kIsPaged>;
   if (num_rows <= 8) return kernel_of<Eight>();
-  // In granularity channel, scaled queries of 16 rows of 256 channels do not fit registers.
-  constexpr int kMostRows = kScales == Scales::blocks && kHeadDim == 256 ? 8 : 16;
+  // In granularity channel, scaled queries of 16 rows of 256 channels do not fit registers. Nor do the longer steps of
+  // int2.
+  constexpr bool kIsLarge = kScales == Scales::blocks || bits_of(kKey) + bits_of(kValue) <= 4;
+  constexpr int kMostRows = kIsLarge && kHeadDim == 256 ? 8 : 16;
   return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, kMostRows, kIsPaged>>();
 }
 
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales, bool kIsPaged>
 AttendKernel kernel_for_dim(int head_dim, int num_rows) {
-  if (head_dim <= 64) {
-    return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 64, kIsPaged>(num_rows);
+  if constexpr (bits_of(kKey) >= 4 && bits_of(kValue) >= 4) {  // rows of int2 would be shorter than a load takes
+    if (head_dim <= 64) {
+      return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 64, kIsPaged>(num_rows);
+    }
   }
   if (head_dim <= 128) {
     return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 128, kIsPaged>(num_rows);

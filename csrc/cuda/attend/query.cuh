@@ -9,16 +9,18 @@
 namespace hf_kvquant::cuda {
 
 // Query rows in shared memory. Integer keys: 16 bits, q ≈ factor · (256 · high + low), as two planes of bytes
-// [kRows][kHeadDim] in the order of key words: for int4 even channels first, then odd ones. e4m3 keys and keys in
-// groups or blocks: float16, q = factor · half, the factor a power of two. Stored factors are also multiplied by the
-// softmax scale and log2(e).
+// [kRows][kHeadDim] in the order of key words: those channels first whose codes are the lowest of a byte, then the
+// second lowest, and so on. e4m3 keys and keys in groups or blocks: float16, q = factor · half, the factor a power of
+// two. Stored factors are also multiplied by the softmax scale and log2(e).
 template <class Shape>
 struct Query {
   static constexpr int kHeadDim = Shape::kHeadDim, kRows = Shape::kRows, kNumGroups = Shape::kNumGroups;
   static constexpr bool kIsInteger = Shape::kKey != Storage::fp8 && !Shape::kIsGrouped && !Shape::kIsBlocked;
 
+  static constexpr int kCodesPerByte = 8 / bits_of(Shape::kKey);
+
   static __device__ __forceinline__ int place(int channel) {
-    return Shape::kKey == Storage::int4 ? (channel & 1) * (kHeadDim / 2) + channel / 2 : channel;
+    return (channel & (kCodesPerByte - 1)) * (kHeadDim / kCodesPerByte) + channel / kCodesPerByte;
   }
 
   static constexpr int kPerLane = kHeadDim / kLanes;  // 2, 4 or 8 channels
@@ -79,7 +81,8 @@ struct Query {
         q[k] = __float2int_rn(x[k] * to_integer);
         sum += q[k];
       });
-      constexpr int kStep = Shape::kKey == Storage::int4 ? 2 : 1;  // even and odd channels go to different places
+      constexpr int kStep = kCodesPerByte;
+      static_assert(kPerLane % kStep == 0);
 #pragma unroll
       for (int first = 0; first < kStep; ++first) {
         unsigned char* at = planes + slot * kHeadDim + place(lane * kPerLane + first);
@@ -142,9 +145,8 @@ struct Query {
 template <class Shape>
 struct QueryOperands {
   using Words = KeyWords<Shape::kKeyRowBytes>;
-  static constexpr bool kIsInt4 = Shape::kKey == Storage::int4;
   static constexpr int kParts = Shape::kKey == Storage::fp8 ? 1 : Shape::kIsPaired ? 1 : 2;  // high, low bytes
-  static constexpr int kPerWord = Shape::kKey == Storage::int8 ? 1 : 2;
+  static constexpr int kPerWord = Shape::kKey == Storage::fp8 ? 2 : 8 / bits_of(Shape::kKey);
   uint32_t words[Shape::kColumnTiles][kParts][Words::kWords][kPerWord];
 
   __device__ __forceinline__ void load(const unsigned char* planes, int g, int t) {
@@ -159,10 +161,9 @@ struct QueryOperands {
           words[n][part][w][0] = *reinterpret_cast<const uint32_t*>(halves);
           words[n][part][w][1] = *reinterpret_cast<const uint32_t*>(halves + 4);
         } else {
-          words[n][part][w][0] = *reinterpret_cast<const uint32_t*>(plane + byte);
-          if constexpr (kIsInt4) {
-            words[n][part][w][1] = *reinterpret_cast<const uint32_t*>(plane + kHeadDim / 2 + byte);
-          }
+          for_all<kPerWord>([&](int k) {
+            words[n][part][w][k] = *reinterpret_cast<const uint32_t*>(plane + kHeadDim / kPerWord * k + byte);
+          });
         }
       });
     });

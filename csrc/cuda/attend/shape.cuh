@@ -28,8 +28,10 @@ struct Shape {
   static constexpr int kKeyRowBytes = kHeadDim * bits_of(kKey) / 8;
   static constexpr int kValueRowBytes = kHeadDim * bits_of(kValue) / 8;
   static constexpr int kNumGroups = kIsGrouped ? kHeadDim / kGroupChannels : 1;
+  static_assert(kKeyRowBytes >= 32 && kValueRowBytes >= 32, "narrower rows run in the next larger head dim");
   // Steps of about 4 KB (8 KB for head dim 256), three or four of them being copied or in use.
-  static constexpr int kTilesPerStep = kKeyRowBytes + kValueRowBytes > 192 ? 1 : 2;
+  static constexpr int kTilesPerStep =
+      kKeyRowBytes + kValueRowBytes > 192 ? 1 : bits_of(kKey) + bits_of(kValue) <= 4 ? 4 : 2;
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
   using StepPipeline = Pipeline<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep,
                                 kIsBlocked ? kHeadDim : 0, kIsPaged>;

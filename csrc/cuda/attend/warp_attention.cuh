@@ -50,7 +50,7 @@ class WarpAttention {
         query_.load(planes, g_, t_);
         key_offset_ = code_offset(Shape::kKey, params.key_side.is_symmetric);
       }
-      value_center_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
+      value_center_ = params.value_side.is_symmetric ? 0.f : middle_code(Shape::kValue);
     }
     for_all<kColumns>([&](int c) {
       const int row = row_of(c);
@@ -154,21 +154,22 @@ class WarpAttention {
     if constexpr (Shape::kHasValueZero) {
       for_all<kColumnTiles, Shape::kColumnsPerTile, Values::kTiles>([&](int n, int i, int j) {
         const float center = kIsGrouped ? groups_.center(n, i, j / Values::kTilesPerChunk) : zero_[2 * n + i];
-        output_[n][j][i] = fmaf(output_[n][j][i], kLowNibbleUnit, center);
-        output_[n][j][2 + i] = fmaf(output_[n][j][2 + i], kHighNibbleUnit, center);
+        output_[n][j][i] = fmaf(output_[n][j][i], unit_of_output<Shape::kValue>(j, 0), center);
+        output_[n][j][2 + i] = fmaf(output_[n][j][2 + i], unit_of_output<Shape::kValue>(j, 1), center);
       });
     }
   }
 
   // Writes maximum, sum and output to shared memory; `outputs` is this warp's [kRows][kOutputStride].
   __device__ __forceinline__ void share(float* outputs, float2* sums) const {
+    constexpr int kTilesAtOnce = Values::kTilesPerChunk > 1 ? 2 : 1;
     for_all<kColumnTiles, Shape::kColumnsPerTile>([&](int n, int i) {
       float* row = outputs + row_of(2 * n + i) * Shape::kOutputStride;
 #pragma unroll
-      for (int j = 0; j < Values::kTiles; j += Values::kTilesPerChunk) {
+      for (int j = 0; j < Values::kTiles; j += kTilesAtOnce) {
         float* to = row + Values::channel(g_, j);
         const float2 values = {output_[n][j][i], output_[n][j][2 + i]};
-        if constexpr (Values::kTilesPerChunk == 2) {
+        if constexpr (kTilesAtOnce == 2) {
           *reinterpret_cast<float4*>(to) =
               make_float4(values.x, values.y, output_[n][j + 1][i], output_[n][j + 1][2 + i]);
         } else {
@@ -251,27 +252,27 @@ class WarpAttention {
       });
     } else {
       for_all<kColumnTiles>([&](int n) {
-        // int4: sums over low nibbles, and over high ones, which stay in place and so count sixteenfold.
-        int product[kParts][4] = {}, sixteenfold[kParts][4] = {};
+        // Of each code of a byte; `later` ones stay in place and so count 2^bits times as much as the one before.
+        int product[kParts][4] = {}, later[kCodesPerByte][kParts][4] = {};
         for_all<kParts>([&](int part) {
 #pragma unroll
           for (int w = 0; w < Keys::kWords; w += 2) {
-            if constexpr (Shape::kKey == Storage::int8) {
-              multiply_bytes(product[part], words[0][w], words[1][w], words[0][w + 1], words[1][w + 1],
-                             query_.words[n][part][w][0], query_.words[n][part][w + 1][0]);
-            } else {
-              multiply_bytes(product[part], words[0][w] & kNibbles, words[1][w] & kNibbles, words[0][w + 1] & kNibbles,
-                             words[1][w + 1] & kNibbles, query_.words[n][part][w][0], query_.words[n][part][w + 1][0]);
-              multiply_bytes(sixteenfold[part], words[0][w] & kHighNibbles, words[1][w] & kHighNibbles,
-                             words[0][w + 1] & kHighNibbles, words[1][w + 1] & kHighNibbles,
-                             query_.words[n][part][w][1], query_.words[n][part][w + 1][1]);
-            }
+            for_all<kCodesPerByte>([&](int k) {
+              constexpr uint32_t kMask = ((1u << kKeyBits) - 1) * 0x01010101u;  // all bits for int8
+              const uint32_t mask = kMask << k * kKeyBits;
+              multiply_bytes(k == 0 ? product[part] : later[k][part], words[0][w] & mask, words[1][w] & mask,
+                             words[0][w + 1] & mask, words[1][w + 1] & mask, query_.words[n][part][w][k],
+                             query_.words[n][part][w + 1][k]);
+            });
           }
         });
-        if constexpr (Shape::kKey == Storage::int4) {
-          // The sixteenfold sum is a multiple of 16, so 16 · product + sixteenfold is 16 times the sum of both.
-          for_all<kParts, 4>([&](int part, int i) { product[part][i] = product[part][i] * 16 + sixteenfold[part][i]; });
-        }
+        // All sums are multiples of what they count, so this is kFold times the sum over all codes.
+        for_all<kParts, 4>([&](int part, int i) {
+#pragma unroll
+          for (int k = 1; k < kCodesPerByte; ++k) {
+            product[part][i] = product[part][i] * (1 << kKeyBits) + later[k][part][i];
+          }
+        });
         for_all<2, kColumns / kColumnTiles>(
             [&](int h, int i) { score[h][kColumns / kColumnTiles * n + i] = base[kColumns / kColumnTiles * n + i]; });
         add_products(product, n, tile, scales, zeros, score);
@@ -279,16 +280,16 @@ class WarpAttention {
     }
   }
 
-  static_assert(Shape::kHasValueZero == (Shape::kValue == Storage::int4));
-  static constexpr uint32_t kNibbles = 0x0f0f0f0fu, kHighNibbles = 0xf0f0f0f0u;
+  static_assert(Shape::kHasValueZero == (bits_of(Shape::kValue) < 8));
+  static constexpr int kKeyBits = bits_of(Shape::kKey), kCodesPerByte = 8 / kKeyBits;
+  static constexpr int kFold = 1 << (8 - kKeyBits);  // of sums of products, see score_tile
   static constexpr int kParts = QueryOperands<Shape>::kParts;
 
   // Adds scale · (query · codes) + zero · Σ query to the scores of a column tile.
   __device__ __forceinline__ void add_products(const int (&product)[kParts][4], int n, int tile,
                                                const uint32_t (&scales)[kTiles], const uint32_t (&zeros)[kTiles],
                                                float (&score)[2][kColumns]) const {
-    // int4 sums count sixteenfold.
-    constexpr float kUnit = Shape::kKey == Storage::int4 ? 1.f / 16 : 1.f;
+    constexpr float kUnit = 1.f / kFold;
     for_all<2>([&](int h) {
       const float scale = half_of(scales[tile], h);
       const float zero = Shape::kHasKeyZero ? half_of(zeros[tile], h) : 0.f;
@@ -401,11 +402,11 @@ class WarpAttention {
         const uint32_t pair = Shape::kIsPaired ? pack_halves(scaled[0], 0.f)
                                                : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]);
         operand[n][h] = transpose(pair);
-        if constexpr (Shape::kValue == Storage::int4) {
+        if constexpr (bits_of(Shape::kValue) < 8) {
           // Centres the codes, for weights as they were rounded: the rounding error of a weight is then multiplied by
           // the code's distance from the middle, not by the code.
           for_all<Shape::kColumnsPerTile>(
-              [&](int i) { zero_[2 * n + i] = fmaf(half_of(pair, i), -kMiddleCode, zero_[2 * n + i]); });
+              [&](int i) { zero_[2 * n + i] = fmaf(half_of(pair, i), -middle_code(Shape::kValue), zero_[2 * n + i]); });
         }
       });
     });

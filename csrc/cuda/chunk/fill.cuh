@@ -24,10 +24,17 @@ __device__ __forceinline__ uint32_t scaled(uint32_t x, uint2 scale_zero) {
   return *reinterpret_cast<const uint32_t*>(&y);
 }
 
-// Eight codes as float16 numbers, in the order of place_of_channel: e4m3 codes as they are, integers as subnormal
-// numbers, which are as many times smaller as unit_of_pair says. One mask or permutation unpacks two codes.
+// Codes `eight` · 8 ... + 7 of a thread's words as float16 numbers, in the order of place_of_channel: e4m3 codes as they
+// are, integers as subnormal numbers, which are as many times smaller as unit_of_pair says. One mask or permutation
+// unpacks two codes.
 template <Storage kStorage>
-__device__ __forceinline__ void unpack(const uint32_t* words, uint32_t (&halves)[4]) {
+__device__ __forceinline__ void unpack(const uint32_t* of_thread, int eight, uint32_t (&halves)[4]) {
+  if constexpr (kStorage == Storage::int2) {
+    const uint32_t bytes = __byte_perm(of_thread[0], 0, eight == 0 ? 0x4140 : 0x4342);
+    for_all<4>([&](int i) { halves[i] = bytes & mask_of_code(kStorage, i); });
+    return;
+  }
+  const uint32_t* words = of_thread + eight * bits_of(kStorage) / 4;
   for_all<2>([&](int i) {
     if constexpr (kStorage == Storage::fp8) {
       halves[2 * i] = halves_of_e4m3(words[i] & 0xffff), halves[2 * i + 1] = halves_of_e4m3(words[i] >> 16);
@@ -43,17 +50,21 @@ __device__ __forceinline__ void unpack(const uint32_t* words, uint32_t (&halves)
 // What unpacked codes of a pair of channels have to be multiplied by, besides the scale.
 template <Storage kStorage>
 __device__ __forceinline__ constexpr float unit_of_pair(int pair) {
-  return !is_integer(kStorage) ? 1.f : kStorage == Storage::int4 && pair % 2 == 1 ? kHighNibbleUnit : kLowNibbleUnit;
+  return is_integer(kStorage) ? unit_of_code(kStorage, pair % (8 / bits_of(kStorage))) : 1.f;
 }
 
 // Loads words of memory, or zeros if `is_held` is false, without a branch.
 template <int kBytes>
 __device__ __forceinline__ void load_words_if(bool is_held, const void* from, uint32_t* words) {
-  static_assert(kBytes == 8 || kBytes == 16);
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   for_all<kBytes / 4>([&](int w) { words[w] = 0; });
   if constexpr (kBytes == 16) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %4, 0; @p ld.global.v4.b32 {%0,%1,%2,%3}, [%5];}"
                  : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+                 : "r"(static_cast<int>(is_held)), "l"(from));
+  } else if constexpr (kBytes == 4) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p ld.global.b32 %0, [%2];}"
+                 : "+r"(words[0])
                  : "r"(static_cast<int>(is_held)), "l"(from));
   } else {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.v2.b32 {%0,%1}, [%3];}"
@@ -222,10 +233,10 @@ __device__ __noinline__ void fill_dense(const TileSource<Shape, kIsKey> source, 
       }
       halves[k] = float_to_half(x[k] * unit);
     });
-    const bool is_int4 = side.storage == Storage::int4;
+    const bool is_split = place_of_channel(side.storage, 4) == 1;
     uint32_t words[4];
     for_all<4>([&](int k) {
-      words[k] = is_int4 ? halves[k] | halves[k + 4] << 16 : halves[2 * k] | halves[2 * k + 1] << 16;
+      words[k] = is_split ? halves[k] | halves[k + 4] << 16 : halves[2 * k] | halves[2 * k + 1] << 16;
     });
     *reinterpret_cast<uint4*>(source.tile(stage) + unit_at(Shape::kTileTokens, i, c / kChunk)) = {words[0], words[1],
                                                                                                words[2], words[3]};
@@ -330,7 +341,7 @@ class Filler {
     const Side& side = source_.side();
     uint2* const table = source_.tables.scales[!kIsKey];
     // Of integers more than needed, so that scales in units of subnormal numbers stay finite.
-    constexpr float kMost = max_code(kStorage, false);
+    constexpr float kMost = bits_of(kStorage) < 4 ? 15.f : max_code(kStorage, false);
     uint32_t bound = 0, bounds[kEntries];
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) {
@@ -376,7 +387,6 @@ class Filler {
   }
 
   __device__ __forceinline__ void store(unsigned char* tile) const {
-    constexpr int kHalf = bits_of(kStorage) / 4;  // words of eight codes
     constexpr int kStep = kRowsOfPass * kLineBytes / 16;
     static_assert(kRowsOfPass % 8 == 0, "so units stay where they are");
     const Side& side = source_.side();
@@ -385,8 +395,8 @@ class Filler {
     uint4* const high = reinterpret_cast<uint4*>(tile + (at ^ 16));  // the next unit
     const auto put = [&](int i, auto scale_of) {
       uint32_t x[4], y[4];
-      unpack<kStorage>(codes_[i], x);
-      unpack<kStorage>(codes_[i] + kHalf, y);
+      unpack<kStorage>(codes_[i], 0, x);
+      unpack<kStorage>(codes_[i], 1, y);
       low[i * kStep] = {scaled(x[0], scale_of(0)), scaled(x[1], scale_of(1)), scaled(x[2], scale_of(2)),
                         scaled(x[3], scale_of(3))};
       high[i * kStep] = {scaled(y[0], scale_of(4)), scaled(y[1], scale_of(5)), scaled(y[2], scale_of(6)),
@@ -406,18 +416,20 @@ class Filler {
         uint2 scales[kAtOnce];
         for_all<kAtOnce>([&](int i) { scales[i] = from[(part * kAtOnce + i) * kRowsOfPass]; });
         for_all<kAtOnce>([&](int i) {
-          constexpr bool kHasTwo = kStorage == Storage::int4;
-          const uint2 second = {kHasTwo ? sixteenth_of(scales[i].x) : scales[i].x, scales[i].y};
-          put(part * kAtOnce + i, [&](int k) { return k % 2 == 0 ? scales[i] : second; });
+          uint2 of_code[kUnits];
+          for_all<kUnits>([&](int k) { of_code[k] = {in_unit(scales[i].x, k), scales[i].y}; });
+          put(part * kAtOnce + i, [&](int k) { return of_code[k % kUnits]; });
         });
       });
     }
   }
 
-  // a / 16 in float16, both halves.
-  static __device__ __forceinline__ uint32_t sixteenth_of(uint32_t halves) {
-    static_assert(kLowNibbleUnit == 16 * kHighNibbleUnit);
-    return multiply_halves(halves, 0x2c002c00u);
+  static constexpr int kUnits = is_integer(kStorage) ? 8 / bits_of(kStorage) : 1;
+
+  // A scale in the unit of the lowest code of a byte, in that of code `k`, both halves.
+  static __device__ __forceinline__ uint32_t in_unit(uint32_t halves, int k) {
+    constexpr uint32_t kOne = 0x3c003c00u, kHalving = 0x04000400u;
+    return k == 0 ? halves : multiply_halves(halves, kOne - kHalving * (bits_of(kStorage) * k));
   }
 
   const TileSource<Shape, kIsKey> source_;

@@ -121,6 +121,8 @@ struct Codes {
     Codes codes;
     if constexpr (kBytes % 4 == 0) {
       load_words<kBytes>(source, codes.words);
+    } else if constexpr (kBytes == 2) {
+      codes.words[0] = *reinterpret_cast<const uint16_t*>(source);
     } else {
       codes.words[0] = 0;
 #pragma unroll
@@ -134,6 +136,8 @@ struct Codes {
       *reinterpret_cast<uint2*>(target) = {words[0], words[1]};
     } else if constexpr (kBytes == 4) {
       *reinterpret_cast<uint32_t*>(target) = words[0];
+    } else if constexpr (kBytes == 2) {
+      *reinterpret_cast<uint16_t*>(target) = static_cast<uint16_t>(words[0]);
     } else {
 #pragma unroll
       for (int i = 0; i < kBytes; ++i) target[i] = static_cast<uint8_t>(words[0] >> (8 * i));
@@ -156,10 +160,11 @@ struct Codes {
 template <class Use>
 __device__ inline void with_storage(Storage storage, Use use) {
   switch (storage) {
-    case Storage::none: case Storage::int3: case Storage::int2: break;  // ops/kernels.py refuses int3 and int2
+    case Storage::none: case Storage::int3: break;  // ops/kernels.py refuses int3
     case Storage::int8: return use(std::integral_constant<Storage, Storage::int8>());
     case Storage::int4: return use(std::integral_constant<Storage, Storage::int4>());
     case Storage::fp8: return use(std::integral_constant<Storage, Storage::fp8>());
+    case Storage::int2: return use(std::integral_constant<Storage, Storage::int2>());
   }
 }
 

@@ -153,7 +153,8 @@ DequantizeKernel kernel_of(const Side& side) {
     case Storage::int8: return dequantize_side<Storage::int8, false, kIsTransformed>;
     case Storage::int4: return dequantize_side<Storage::int4, false, kIsTransformed>;
     case Storage::fp8: return dequantize_side<Storage::fp8, false, kIsTransformed>;
-    case Storage::int3: case Storage::int2: break;
+    case Storage::int2: return dequantize_side<Storage::int2, false, kIsTransformed>;
+    case Storage::int3: break;
   }
   return nullptr;
 }

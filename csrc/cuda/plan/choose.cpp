@@ -31,6 +31,13 @@ bool has_copyable_scales(const Side& side) {
          (side.zero == nullptr || is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g));
 }
 
+// Whether rows of codes can be copied 4 bytes at a time; those of int2 may be of any even number of bytes.
+bool has_copyable_codes(const Side& side) {
+  const int64_t all = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h |
+                      side.codes_stride_t | row_bytes_of(side);
+  return all % 4 == 0;
+}
+
 // Whether the tail, if there is one, has the query's dtype and rows at multiples of 16 bytes.
 bool has_loadable_tail(const Side& side, Dtype query_dtype) {
   const int64_t start = reinterpret_cast<int64_t>(side.tail) / 2;
@@ -72,7 +79,8 @@ AttendKernel choose_kernel(const DecodeParams& params) {
   const Side &keys = params.key_side, &values = params.value_side;
   for (const AttendRow& row : kAttendTable) {
     if (!serves(row, keys, values)) continue;
-    const bool is_loadable = params.query.dtype != Dtype::fp32 && has_copyable_scales(keys) &&
+    const bool is_loadable = params.query.dtype != Dtype::fp32 && has_copyable_codes(keys) &&
+                             has_copyable_codes(values) && has_copyable_scales(keys) &&
                              has_copyable_scales(values) && has_loadable_tail(keys, params.query.dtype) &&
                              has_loadable_tail(values, params.query.dtype);
     if (!is_loadable) return {};
