@@ -336,7 +336,8 @@ def sums_of_any_size(ranks: Ranks) -> None:
 def ranks_agree_on_sums(ranks: Ranks) -> None:
     """What one rank has against it, all obey."""
     _, sharded = ranks.load("llama")
-    for kind in (Unlinked, WithoutMemory, Inexact):
+    reasons = {Unlinked: "GPU 1 is far away", WithoutMemory: "RuntimeError: no memory", Inexact: "a sum of 1048"}
+    for kind, reason in reasons.items():
         notes_on(sharded).sums = None
         sums.EXCHANGES["cpu"] = kind
         try:
@@ -344,7 +345,7 @@ def ranks_agree_on_sums(ranks: Ranks) -> None:
                 assert distributed.all_reduce is distributed.distributed_c10d.all_reduce
         finally:
             del sums.EXCHANGES["cpu"]
-        assert not notes_on(sharded).sums.is_one_shot
+        assert not notes_on(sharded).sums.is_one_shot and notes_on(sharded).sums.reason.startswith(reason)
 
 
 def gathered_weights_are_not_captured(ranks: Ranks) -> None:

@@ -119,7 +119,7 @@ class Runner(ModelRunner):
 
     def _forward_process_and_sample(
         self,
-        model: nn.Module,
+        model: Any,
         batch_data: dict[str, Any],
         carry_over_ids: Tensor,
         prev_output_ids: Tensor,

@@ -134,13 +134,18 @@ class Sums:
         group: The ranks.
         exchange: What small sums go through; `None` leaves all to NCCL.
         most_bytes: Of a small one.
+        reason: Why there is no exchange.
 
     Attributes:
+        reason: As given; empty if there is an exchange.
         count: How many sums went through the exchange: were run or recorded, not replayed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, exchange: Exchange | None, most_bytes: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, exchange: Exchange | None, most_bytes: int = 0, *, reason: str = ""
+    ) -> None:
         self.count = 0
+        self.reason = reason
         self._group_name = group.group_name
         self._exchange = exchange
         self._most_bytes = most_bytes
@@ -202,7 +207,7 @@ def only_nccl(model: PreTrainedModel) -> Iterator[None]:
     notes, group = notes_on(model), group_of(model)
     before = notes.sums
     if group is not None:
-        notes.sums = Sums(group, None)
+        notes.sums = Sums(group, None, reason="asked to")
     try:
         yield
     finally:
@@ -283,7 +288,7 @@ def _why_wrong(exchange: Exchange, group: dist.ProcessGroup, device: torch.devic
 
 def _by_nccl(group: dist.ProcessGroup, reason: str) -> Sums:
     _log_slower_sums(reason)
-    return Sums(group, None)
+    return Sums(group, None, reason=reason)
 
 
 @functools.cache
