@@ -292,7 +292,8 @@ def summed_at_once(ranks: Ranks) -> None:
         sums.EXCHANGES.pop("cpu", None)
     assert written[0] == written[1]
     found = notes_on(sharded).sums
-    assert found.is_one_shot and distributed.all_reduce is original
+    assert found.is_one_shot, found.reason
+    assert distributed.all_reduce is original
     assert found.count == 2 * 2 * 2  # two sums in each of two layers, run once and recorded once
     everyone: list[Any] = [None] * ranks.num_ranks
     distributed.all_gather_object(everyone, written)
