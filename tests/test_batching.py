@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -538,6 +539,19 @@ def test_patching_again_replaces_a_kept_manager() -> None:
         patch(model, preset)
         assert not hasattr(model, "_cached_continuous_batching_manager")
         assert batched(model, PROMPTS[:2]) == [alone(model, prompt) for prompt in PROMPTS[:2]]
+
+
+def test_destroying_a_kept_manager_frees_its_captured_steps() -> None:
+    """NCCL waits for graphs with its calls when a process group ends, so they cannot be left to a later collection."""
+    model = patch(models.build("llama"), "int8")
+    model.generate_batch([[5, 6, 7]], generation(2), settings(), persistent_manager=True)
+    holds_graphs = weakref.ref(model._cached_continuous_batching_manager.batch_processor.inputs_and_outputs)
+    gc.disable()
+    try:
+        model.destroy_cached_continuous_batching_manager()
+        assert holds_graphs() is None
+    finally:
+        gc.enable()
 
 
 def test_a_manager_that_cannot_be_made_leaves_the_model_as_it_was() -> None:

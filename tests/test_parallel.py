@@ -7,12 +7,17 @@ every rank.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import faulthandler
+import functools
 import logging
 import os
 import re
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +26,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from test_capture import Recorded
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed import DistributedConfig
@@ -30,11 +35,15 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.batching.support import HAS_PAGES
-from hf_kvquant.graphs import capture
+from hf_kvquant.graphs import capture, sums
+from hf_kvquant.models.sharding import group_of
+from hf_kvquant.state import notes_on
 from hf_kvquant.transforms import of_model
 
 NEW_TOKENS = 8
 NUM_HEADS = 4
+# A scenario that takes longer has its threads printed: on several GPUs, a rank that waits for others says nothing.
+STALL_SECONDS = 60
 SAVED: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": NUM_HEADS},
     "qwen2": {"model_type": "qwen2", "num_attention_heads": 8, "num_key_value_heads": NUM_HEADS},  # with key biases
@@ -77,6 +86,10 @@ class Ranks:
         whole = AutoModelForCausalLM.from_pretrained(self.folder / name).to(self.device)
         config = DistributedConfig(tp_plan=plan, tp_size=self.num_ranks)
         return whole, AutoModelForCausalLM.from_pretrained(self.folder / name, distributed_config=config)
+
+    def say(self, what: str) -> None:
+        """Print how far this rank is. The process may be ended from outside, so the line must be out by then."""
+        print(f"{time.monotonic():.1f} s, rank {self.rank}: {what}", flush=True)
 
     def part(self, tensor: Tensor) -> Tensor:
         """This rank's heads of `[NUM_HEADS, head_dim]`."""
@@ -179,7 +192,9 @@ def batched(ranks: Ranks) -> None:
     for preset in ("int8", "int4"):
         answers = []
         for model in (whole, sharded):
+            name = f"batched, {preset}, {'whole' if model is whole else 'sharded'}"
             with hf_kvquant.patched(model, preset):
+                ranks.say(f"{name}: generates")
                 generation = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None)
                 settings = ContinuousBatchingConfig(page_size=128, num_blocks=8, max_batch_tokens=64)
                 outputs = model.generate_batch(prompts, generation, settings, persistent_manager=True)
@@ -187,30 +202,160 @@ def batched(ranks: Ranks) -> None:
                 layers = model._cached_continuous_batching_manager._layers
                 num_heads = NUM_HEADS if model is whole else NUM_HEADS // ranks.num_ranks
                 assert {layer.page.num_kv_heads for layer in layers.values()} == {num_heads}
+                ranks.say(f"{name}: destroys the manager")
                 model.destroy_cached_continuous_batching_manager()
         assert answers[1] == answers[0]
 
 
-def captured(ranks: Ranks) -> None:
-    """Steps are recorded with what the ranks say to each other. All ranks write what the whole model writes."""
+@contextlib.contextmanager
+def recorded(ranks: Ranks) -> Iterator[None]:
+    """Steps are captured: as CUDA graphs, or on a CPU as calls that are made again."""
     if ranks.device.type == "cpu":
         capture.RUNNERS["cpu"] = Recorded
+    try:
+        yield
+    finally:
+        capture.RUNNERS.pop("cpu", None)
+
+
+def captured(ranks: Ranks) -> None:
+    """Steps are recorded with what the ranks say to each other. All ranks write what the whole model writes."""
     Recorded.runs = 0
     inputs = {key: value.to(ranks.device) for key, value in models.left_padded().items()}
-    for name in ("llama", "qwen2"):
-        whole, sharded = ranks.load(name)
-        for preset, options in (("int4", {}), ("int8", {"do_sample": True, "temperature": 0.7})):
-            results = []
-            for model in (whole, sharded):
-                config = {"preset": preset, "capture": model is sharded}
-                with hf_kvquant.patched(model, config):
-                    torch.manual_seed(3)
-                    defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-                    results.append(model.generate(**inputs, **{**defaults, **options}))
-            assert results[0].tolist() == results[1].tolist()
+    with recorded(ranks):
+        for name in ("llama", "qwen2"):
+            whole, sharded = ranks.load(name)
+            for preset, options in (("int4", {}), ("int8", {"do_sample": True, "temperature": 0.7})):
+                results = []
+                for model in (whole, sharded):
+                    config = {"preset": preset, "capture": model is sharded}
+                    with hf_kvquant.patched(model, config):
+                        torch.manual_seed(3)
+                        defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+                        results.append(model.generate(**inputs, **{**defaults, **options}))
+                assert results[0].tolist() == results[1].tolist()
     if ranks.device.type == "cpu":
         assert Recorded.runs > 4 * (NEW_TOKENS - 2)
-        del capture.RUNNERS["cpu"]
+
+
+class Gathered(sums.Exchange):
+    """What the one-shot kernel does, by gloo."""
+
+    def __init__(self, group: Any, device: torch.device, num_bytes: int) -> None:
+        self._group = group
+
+    def sum(self, tensor: Tensor) -> None:
+        addends = [torch.empty_like(tensor) for _ in range(self._group.size())]
+        distributed.all_gather(addends, tensor, group=self._group)
+        tensor.copy_(functools.reduce(torch.add, addends))
+
+    @classmethod
+    def reasons_against(cls, group: Any, device: torch.device) -> Iterator[str]:
+        yield from ()
+
+
+class Unlinked(Gathered):
+    @classmethod
+    def reasons_against(cls, group: Any, device: torch.device) -> Iterator[str]:
+        if group.rank() == 1:
+            yield "GPU 1 is far away"
+
+
+class WithoutMemory(Gathered):
+    def __init__(self, group: Any, device: torch.device, num_bytes: int) -> None:
+        super().__init__(group, device, num_bytes)
+        if group.rank() == 0:
+            raise RuntimeError("no memory")
+
+
+class Inexact(Gathered):
+    def sum(self, tensor: Tensor) -> None:
+        super().sum(tensor)
+        tensor.add_(float(self._group.rank() == 0))
+
+
+def summed_at_once(ranks: Ranks) -> None:
+    """Small sums of captured steps go through the exchange on all ranks, and no token changes."""
+    inputs = {key: value.to(ranks.device) for key, value in models.left_padded().items()}
+    _, sharded = ranks.load("llama")
+    if ranks.device.type == "cpu":
+        sums.EXCHANGES["cpu"] = Gathered
+    original = distributed.all_reduce
+    try:
+        with recorded(ranks):
+            written = []
+            for without in (sums.only_nccl(sharded), contextlib.nullcontext()):
+                with without, hf_kvquant.patched(sharded, {"preset": "int4", "capture": True}):
+                    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+                    written.append(sharded.generate(**inputs, **options).tolist())
+    finally:
+        sums.EXCHANGES.pop("cpu", None)
+    assert written[0] == written[1]
+    found = notes_on(sharded).sums
+    assert found.is_one_shot, found.reason
+    assert distributed.all_reduce is original
+    assert found.count == 2 * 2 * 2  # two sums in each of two layers, run once and recorded once
+    everyone: list[Any] = [None] * ranks.num_ranks
+    distributed.all_gather_object(everyone, written)
+    assert all(each == written for each in everyone)
+
+
+def sums_of_any_size(ranks: Ranks) -> None:
+    """They have the bits of the addends added in order, so those of NCCL where there are two. Others are left alone."""
+    _, sharded = ranks.load("llama")
+    group = group_of(sharded)
+    assert group is not None
+    kind = Gathered if ranks.device.type == "cpu" else sums.OneShot
+    exchange = kind(group, ranks.device, sums.MAX_READ_BYTES)
+    found = sums.Sums(group, exchange, sums.MAX_READ_BYTES)
+
+    def served(tensor: Tensor, op: Any = distributed.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> bool:
+        return found.try_sum(tensor, op, group, async_op)
+
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (1, 2, 3, 7, 8, 64):
+            for _ in range(20):  # the buffer is used again at once
+                addend = torch.randn(rows, 4096, generator=generator, device=ranks.device).to(dtype)
+                addends = [torch.empty_like(addend) for _ in range(ranks.num_ranks)]
+                distributed.all_gather(addends, addend)
+                by_library, total = addend.clone(), addend.clone()
+                distributed.all_reduce(by_library)
+                for group_argument in (None, group):
+                    total = addend.clone()
+                    assert served(total, group=group_argument)
+                    assert torch.equal(total, functools.reduce(torch.add, addends))
+                assert ranks.num_ranks > 2 or torch.equal(total, by_library)
+    row = torch.ones(4096, device=ranks.device)
+    assert not served(torch.ones(2**19, device=ranks.device))
+    assert not served(row[:3]) and not served(row[::2]) and not served(row[1:9]) and not served(row.half())
+    assert not served(row, op=distributed.ReduceOp.MAX) and not served(row, async_op=True) and not served(row.int())
+    assert not served(row, group=distributed.new_group(list(range(ranks.num_ranks))))
+    assert bool((row == 1).all())
+
+
+def ranks_agree_on_sums(ranks: Ranks) -> None:
+    """What one rank has against it, all obey."""
+    _, sharded = ranks.load("llama")
+    reasons = {Unlinked: "GPU 1 is far away", WithoutMemory: "RuntimeError: no memory", Inexact: "a sum of "}
+    for kind, reason in reasons.items():
+        notes_on(sharded).sums = None
+        sums.EXCHANGES["cpu"] = kind
+        try:
+            with sums.summed(sharded):
+                assert distributed.all_reduce is distributed.distributed_c10d.all_reduce
+        finally:
+            del sums.EXCHANGES["cpu"]
+        assert not notes_on(sharded).sums.is_one_shot and notes_on(sharded).sums.reason.startswith(reason)
+
+
+def gathered_weights_are_not_captured(ranks: Ranks) -> None:
+    """FSDP's weights come together in every forward, which a graph would not repeat."""
+    whole, _ = ranks.load("llama")
+    fully_shard(whole)
+    with recorded(ranks), hf_kvquant.patched(whole, {"preset": "int8", "capture": True}):
+        with pytest.raises(NotImplementedError, match="in another way than by tensor parallelism"):
+            models.greedy(whole, models.left_padded(), NEW_TOKENS)
 
 
 def refused(ranks: Ranks) -> None:
@@ -241,17 +386,6 @@ def refused(ranks: Ranks) -> None:
             task()
 
 
-def gathered_weights_are_not_captured(ranks: Ranks) -> None:
-    """FSDP's weights come together in every forward, which a graph would not repeat."""
-    whole, _ = ranks.load("llama")
-    fully_shard(whole)
-    capture.RUNNERS["cpu"] = Recorded
-    with hf_kvquant.patched(whole, {"preset": "int8", "capture": True}):
-        with pytest.raises(NotImplementedError, match="in another way than by tensor parallelism"):
-            models.greedy(whole, models.left_padded(), NEW_TOKENS)
-    del capture.RUNNERS["cpu"]
-
-
 SCENARIOS = (
     plain,
     centers_of_biases,
@@ -260,24 +394,37 @@ SCENARIOS = (
     sharded_sinks,
     batched,
     captured,
+    summed_at_once,
+    sums_of_any_size,
+    ranks_agree_on_sums,
     gathered_weights_are_not_captured,
     refused,
 )
+ON_GPUS = (sums_of_any_size, captured, summed_at_once, batched)
 
 
 def run_rank(rank: int, num_ranks: int, folder: Path, is_cuda: bool = False) -> None:
     """What a process does. It ends with the process group that graphs have used."""
+    view = Ranks(rank, num_ranks, folder, torch.device("cuda", rank) if is_cuda else torch.device("cpu"))
+    view.say("starts")
+    # Once the time is up, the threads show what they wait for; whoever started the test ends it.
+    faulthandler.dump_traceback_later(STALL_SECONDS, file=sys.__stderr__)
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    device, backend = (torch.device("cuda", rank), "nccl") if is_cuda else (torch.device("cpu"), "gloo")
+    backend = "nccl" if is_cuda else "gloo"
     if is_cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(view.device)
     torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    for scenario in (captured, batched) if is_cuda else SCENARIOS:
+    for scenario in ON_GPUS if is_cuda else SCENARIOS:
+        faulthandler.dump_traceback_later(STALL_SECONDS, file=sys.__stderr__)
+        view.say(f"runs {scenario.__name__}")
         torch.manual_seed(0)
-        scenario(Ranks(rank, num_ranks, folder, device))
+        scenario(view)
+    view.say("ends the process group")
     torch.distributed.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+    view.say("is done")
 
 
 @pytest.mark.full(when=lambda num_ranks: num_ranks > 2, reason="heads are cut in four as they are in two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -172,8 +173,14 @@ class Manager(ContinuousBatchingManager):
             self._restore_attention(self.model)
 
     def destroy(self) -> None:
-        """See `ContinuousBatchingManager`."""
+        """See `ContinuousBatchingManager`. Frees the captured steps at once, also of a manager that is only kept.
+
+        NCCL waits for graphs with its calls when a process group ends. Upstream leaves those of a kept manager to the
+        garbage collector (5.23), since its processor is part of a cycle.
+        """
         super().destroy()
+        self.batch_processor = None
+        gc.collect()
         self._restore_attention(self.model)
 
     def _run_generation_loop(self) -> None:

@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from transformers.generation.continuous_batching.utils import WorkloadHints, pad_to_interval
 
 from ..graphs.fusion import fused
+from ..graphs.sums import summed
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of
 from .cache import PagedCache
@@ -118,7 +119,7 @@ class Runner(ModelRunner):
 
     def _forward_process_and_sample(
         self,
-        model: nn.Module,
+        model: Any,
         batch_data: dict[str, Any],
         carry_over_ids: Tensor,
         prev_output_ids: Tensor,
@@ -133,5 +134,8 @@ class Runner(ModelRunner):
             requests = (Request(past_of(each), each.query_length, pages[each.state.request_id]) for each in states)
             groups = groups_of(requests, torch.device(self.cache.device))
         self.cache.groups = [self.cache.planned(group) for group in groups]
-        with fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self.use_cuda_graph_decode:
+                stack.enter_context(summed(model))
+                stack.enter_context(fused(model))
             super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)
