@@ -45,7 +45,7 @@ from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.generation.continuous_batching.utils import WorkloadHints
-from weight_methods import BF16, METHODS, bytes_of, quantize
+from weight_methods import BF16, METHODS, arm_of, bytes_of, quantize
 
 from hf_kvquant import PRESETS, patched
 from hf_kvquant.evaluation.provenance import card, gpu_card
@@ -309,11 +309,6 @@ def workload_table(found: dict[str, Any]) -> Table:
             "" if peak is None else f"{peak / 1e9:.1f}",
         )
     return table
-
-
-def arm_of(row: dict[str, Any]) -> tuple[str, str]:
-    """The weights and the system of a row, or of a failure."""
-    return row.get("weights", BF16), row["system"]
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

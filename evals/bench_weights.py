@@ -76,6 +76,8 @@ def measure(name: str, arguments: argparse.Namespace, bandwidth: float) -> dict[
         found["products"] += products(model, shapes, batch, bandwidth)
     for case in arguments.cases:
         row = {"case": case.name, **dataclasses.asdict(case), **measure_step(model, case, arguments.new_tokens)}
+        alone = [each for each in found["products"] if each["rows"] == case.batch]
+        row["products_ms"] = sum(each["layers"] * each["median_us"] for each in alone) / 1e3
         add_roofline(row, found["weight_bytes_read"], bandwidth)
         found["cases"].append(row)
     return found
@@ -154,11 +156,6 @@ def add_ratios(results: dict[str, Any]) -> None:
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def products_ms(found: dict[str, Any], rows: int) -> float:
-    """Milliseconds of all the linear layers of a step that `products` measured."""
-    return sum(row["layers"] * row["median_us"] for row in found["products"] if row["rows"] == rows) / 1e3
-
-
 def steps_table(results: dict[str, Any]) -> Table:
     """Every method's steps."""
     table = Table(title="a captured step", title_justify="left")
@@ -174,7 +171,7 @@ def steps_table(results: dict[str, Any]) -> Table:
                 row["case"],
                 *(f"{row[key]:.3f}" for key in ("step_ms", "p10_ms", "p90_ms")),
                 "" if row["ratio"] is None else f"{row['ratio']:.3f}",
-                f"{products_ms(found, row['batch']):.3f}",
+                f"{row['products_ms']:.3f}",
                 f"{row['roofline_ms']:.3f}",
                 f"{row['share']:.0%}",
                 f"{found['weight_bytes'] / 1e9:.2f}",

@@ -148,3 +148,8 @@ def quantize(model: Any, name: str) -> None:
 def bytes_of(module: nn.Module) -> int:
     """Bytes of a module's parameters, of quantised ones too."""
     return sum(part.nbytes for parameter in module.parameters() for part in plain_tensors(parameter))
+
+
+def arm_of(row: dict[str, Any]) -> tuple[str, str]:
+    """The weights and the system of a row or failure that `bench_batching.py` wrote. Old ones have bf16 weights."""
+    return row.get("weights", BF16), row["system"]

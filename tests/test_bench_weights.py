@@ -84,9 +84,9 @@ def test_results(
             shapes = [(row["outputs"], row["inputs"], row["layers"]) for row in rows]
             assert shapes == [(128, 64, 2), (64, 64, 4), (64, 128, 2), (96, 64, 4), (64, 96, 2)]
             assert rows[0]["bytes"] == size * 128 * 64 and rows[0]["gbps"] == pytest.approx(size * 128 * 64 / 1e4)
-        assert bench.products_ms(found, 2) == pytest.approx(14 * 0.01)
         assert [row["case"] for row in found["cases"]] == ["1x20", "2x12"]
         for row in found["cases"]:
+            assert row["products_ms"] == pytest.approx(14 * 0.01)
             assert row["ratio"] == pytest.approx(row["step_ms"] / plain["cases"][row["batch"] - 1]["step_ms"])
             # Two layers, keys and values, two heads: codes, a scale and a zero.
             assert row["cache_bytes"] == row["batch"] * (row["context"] + 8) * 8 * (16 + 4)
@@ -105,14 +105,67 @@ def test_a_cache_is_filled(bench: ModuleType) -> None:
 
 
 def test_ratios_need_bf16_weights(bench: ModuleType) -> None:
-    rows = [
-        {"case": "1x2k", "batch": 1, "step_ms": 2.0, "p10_ms": 2.0, "p90_ms": 2.0, "roofline_ms": 1.0, "share": 0.5}
-    ]
+    times = dict.fromkeys(("step_ms", "p10_ms", "p90_ms", "roofline_ms", "products_ms"), 2.0)
+    rows = [{"case": "1x2k", "batch": 1, "share": 1.0, **times}]
     found = {"method": "gemlite", "kernel": "GEMV", "cases": rows, "products": [], "weight_bytes": 1e9}
     results = {"methods": [found]}
     bench.add_ratios(results)
     assert rows[0]["ratio"] is None and {check["measured"] for check in results["checks"]} == {None}
     Console(file=io.StringIO()).print(bench.steps_table(results))
+
+
+def of_method(name: str, ratios: tuple[float, float], gbps: dict[int, float]) -> dict[str, Any]:
+    cases = [
+        {"case": case, "step_ms": 5.3 * ratio, "ratio": ratio, "products_ms": 4.0}
+        for case, ratio in zip(("1x2k", "8x16k"), ratios, strict=True)
+    ]
+    rows = [{"outputs": 4096, "inputs": 4096, "rows": tokens, "gbps": rate} for tokens, rate in gbps.items()]
+    packages = {} if name == "bf16" else {"torchao": "0.18.0"}
+    return {"method": name, "kernel": "K", "packages": packages, "weight_bytes": 16e9, "cases": cases, "products": rows}
+
+
+def test_pages(bench: ModuleType) -> None:
+    render = importlib.import_module("render_weights")
+    plain = of_method("bf16", (1.0, 1.0), {1: 4000.0, 8: 3900.0})
+    slow, fast = of_method("slow", (0.5, 0.9), {1: 1000.0}), of_method("fast", (0.6, 0.7), {1: 2000.0, 8: 1234.5})
+    card = {"read_gbps": 4300.0, "gpu": "GPU", "torch": "2.11", "transformers": "5.17", "date": "2026-11-26 10:00 UTC"}
+    failures = [{"method": "absent", "reason": "ImportError: no such package."}]
+    results = {"methods": [plain, slow, fast], "failures": failures, **card}
+    lines = render.step_table(results).splitlines()
+    assert lines[2] == "| bf16: K | 1 x 2k | 16.0 | 5.30 | 4.00 | 1.00 |"
+    assert lines[-1] == "| fast: K (torchao 0.18.0) | 8 x 16k | 16.0 | 3.71 | 4.00 | 0.70 |"
+    assert render.bandwidth_table(results).splitlines()[2:] == [
+        "| 4096 x 4096 | 1 | 4,000 | 1,000 | 2,000 |",
+        "| 4096 x 4096 | 8 | 3,900 | - | 1,234 |",
+    ]
+    assert render.fastest(results) == "fast"
+    assert "4-bit weights is fast (K)" in render.caption(results)
+    assert "Not measured: absent: ImportError: no such package. GPU" in render.caption(results)
+
+
+def test_page_of_batches(bench: ModuleType) -> None:
+    render = importlib.import_module("render_weights")
+    arms = [("bf16", "flash", 1000.0, 26.0e9), ("tinygemm", "flash", 1500.0, None), ("tinygemm", "int4", 4000.0, None)]
+    rows = [
+        {
+            "weights": weights,
+            "system": system,
+            "output_tokens_per_s": rate,
+            "mean_running": 20.4,
+            "room_tokens": 45_056,
+            "peak_bytes": peak,
+        }
+        for weights, system, rate, peak in arms
+    ]
+    found = {"requests": 64, "prompt": 1024, "new": [128, 896], "total_gb": 24.0, "rows": rows}
+    card = {"gpu": "GPU", "torch": "2.11", "transformers": "5.23", "date": "2026-11-26 10:00 UTC"}
+    lines = render.throughput_table({"workloads": [found]}).splitlines()
+    start = "| 64 of 1,024 in, 128 to 896 out | 24 GB |"
+    assert lines[2] == f"{start} bf16, bf16 | 1,000 | 1.0x | 20 | 45k | 26.0 |"
+    assert lines[4] == f"{start} tinygemm, `int4` | 4,000 | 4.0x | 20 | 45k | - |"
+    assert render.throughput_caption(card).endswith("2026-11-26, `evals/results/batching_weights.json`.")
+    del rows[0]
+    assert "| tinygemm, bf16 | 1,500 | - |" in render.throughput_table({"workloads": [found]})
 
 
 def test_biases_are_refused(methods: ModuleType) -> None:

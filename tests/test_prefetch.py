@@ -136,6 +136,7 @@ def test_operators_that_multiply_with_weights() -> None:
         "linear": (x, codes),
         "aten._weight_int4pack_mm.default": (x, codes, 32, scales),
         "gemlite.forward_functional.default": (x, None, [codes, scales], []),
+        "humming.launch_kernel.default": (None, x, codes, scales),
     }
     for name, given in weights.items():
         assert prefetch._weight_of(name, given) is codes, name

@@ -46,6 +46,8 @@ def _weight_of(name: str, args: tuple[Any, ...]) -> Tensor | None:
         return _stored(args[1])
     if name == "gemlite.forward_functional.default":
         return _stored(args[2][0])  # the codes; scales and zeros follow
+    if name in ("humming.launch_kernel.default", "humming.launch_kernel.out"):
+        return _stored(args[2])
     return None
 
 
