@@ -9,16 +9,21 @@ import compare
 import models
 import pytest
 import torch
+from test_capture import Recorded
 from test_fusion import ALL, Ops, step
 from torch import Tensor, nn
 
+from hf_kvquant import patched
+from hf_kvquant.graphs import capture
 from hf_kvquant.graphs.fusion import fused
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GROUP = 128
 # torchao pads inputs to a multiple of this.
 CHANNELS = 1024
+SIZES = {"hidden_size": CHANNELS, "intermediate_size": CHANNELS, "num_attention_heads": 8, "head_dim": 128}
 LINEAR = 7  # layers with weights in a layer of the model
+TILE_PACKED = {"group_size": GROUP, "int4_packing_format": "tile_packed_to_4d"}
 
 
 def product(x: Tensor, codes: Tensor, group_size: int, scale_and_zero: Tensor) -> Tensor:
@@ -46,9 +51,8 @@ def packed(outputs: int, inputs: int) -> Any:
     return weight_class(codes, scale_and_zero, [1, GROUP], torch.Size((outputs, inputs)))
 
 
-def built(hidden: int = CHANNELS) -> Any:
-    options = {"hidden_size": hidden, "intermediate_size": CHANNELS, "num_attention_heads": 8, "head_dim": 128}
-    model = models.build("llama", torch.bfloat16, **options)
+def built() -> Any:
+    model = models.build("llama", torch.bfloat16, **SIZES)
     for module in model.model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(packed(*module.weight.shape), requires_grad=False)
@@ -90,13 +94,38 @@ def test_what_is_left_to_torchao(kernel: None) -> None:
     assert mode.counts["aten.constant_pad_nd"] == 2
 
 
+def check_captured(model: Any) -> None:
+    """Captured steps give the tokens of others."""
+    outputs = []
+    for way in ({"static": True}, {"capture": True}):
+        options = {"output_logits": False, "disable_compile": "static" in way}
+        with patched(model, {"preset": "int4", "max_cache_len": 64, **way}):
+            outputs.append(models.greedy(model, models.left_padded(), 20, **options).sequences)
+    expected, found = outputs
+    compare.assert_same(found, expected.cpu(), "tokens")
+
+
+def test_captured_steps(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
+    before = Recorded.made
+    check_captured(built())
+    assert Recorded.made > before
+
+
+@CUDA_ONLY
+def test_captured_steps_of_a_gpu() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = models.build("llama", torch.bfloat16, **SIZES).to("cuda")
+    quantization.quantize_(model.model, quantization.Int4WeightOnlyConfig(**TILE_PACKED))
+    check_captured(model)
+
+
 @CUDA_ONLY
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_kernel_itself(rows: int) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(CHANNELS, 512, bias=False)).to("cuda", torch.bfloat16)
-    config = quantization.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d")
-    quantization.quantize_(model, config)
+    quantization.quantize_(model, quantization.Int4WeightOnlyConfig(**TILE_PACKED))
     x = torch.randn(rows, 1, CHANNELS, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         before = model(x)
