@@ -14,6 +14,7 @@ Method:
   the one there: weights and cache, read once.
 - The products alone are those of the model's own linear layers, one shape after the other, in a CUDA graph that runs
   through all layers of a shape, so that weights are not in the L2 cache. They are replaced as in a captured step.
+  Larger batches and parts of prompts are measured this way only: their rate is that of the arithmetic.
 - A method that is not installed or fails is listed with the reason.
 """
 
@@ -45,6 +46,8 @@ SYSTEM = "int4-capture"
 # The most that a case may take, as a share of its step with bf16 weights.
 GOALS = {"1x2k": 0.55, "1x32k": 0.55, "8x16k": 0.7}
 REPLAYS = 30
+# Tokens of a large batch and of a part of a prompt. A few layers and replays will do, as such calls take long.
+MANY_ROWS, MANY_LAYERS, MANY_REPLAYS = (64, 2048), 4, 10
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -72,8 +75,8 @@ def measure(name: str, arguments: argparse.Namespace, bandwidth: float) -> dict[
         "products": [],
         "cases": [],
     }
-    for batch in sorted({case.batch for case in arguments.cases}):
-        found["products"] += products(model, shapes, batch, bandwidth)
+    for rows in sorted({case.batch for case in arguments.cases} | set(MANY_ROWS)):
+        found["products"] += products(model, shapes, rows, bandwidth)
     for case in arguments.cases:
         row = {"case": case.name, **dataclasses.asdict(case), **measure_step(model, case, arguments.new_tokens)}
         alone = [each for each in found["products"] if each["rows"] == case.batch]
@@ -92,12 +95,14 @@ def products(model: Any, shapes: dict[str, tuple[int, int]], rows: int, bandwidt
     found = []
     for (outputs, inputs), layers in by_shape.items():
         x = torch.randn(rows, 1, inputs, dtype=DTYPE, device=model.device)
+        num_sets, replays = (MANY_LAYERS, MANY_REPLAYS) if rows in MANY_ROWS else (len(layers), REPLAYS)
         with fused(model):
-            timing = time_calls(lambda i, layers=layers, x=x: layers[i](x), len(layers), REPLAYS)
-        num_bytes = bytes_of(layers[0])
-        gbps = num_bytes / timing.median_us / 1e3
+            timing = time_calls(lambda i, layers=layers, x=x: layers[i](x), min(num_sets, len(layers)), replays)
+        num_bytes, us = bytes_of(layers[0]), timing.median_us
+        gbps = num_bytes / us / 1e3
         shape = {"outputs": outputs, "inputs": inputs, "rows": rows, "layers": len(layers), "bytes": num_bytes}
-        found.append({**shape, **dataclasses.asdict(timing), "gbps": gbps, "share": gbps / bandwidth})
+        rates = {"gbps": gbps, "share": gbps / bandwidth, "tflops": 2 * rows * outputs * inputs / us / 1e6}
+        found.append({**shape, **dataclasses.asdict(timing), **rates})
     return found
 
 
@@ -183,7 +188,7 @@ def products_table(results: dict[str, Any]) -> Table:
     """Every method's products."""
     table = Table(title="linear layers alone", title_justify="left")
     table.add_column("")
-    for column in ("outputs", "inputs", "rows", "layers", "us", "10 %", "90 %", "GB/s", "of a read"):
+    for column in ("outputs", "inputs", "rows", "layers", "us", "10 %", "90 %", "GB/s", "of a read", "TFLOP/s"):
         table.add_column(column, justify="right")
     for found in results["methods"]:
         for row in found["products"]:
@@ -193,6 +198,7 @@ def products_table(results: dict[str, Any]) -> Table:
                 *(f"{row[key]:.1f}" for key in ("median_us", "p10_us", "p90_us")),
                 f"{row['gbps']:.0f}",
                 f"{row['share']:.0%}",
+                f"{row['tflops']:.1f}",
             )
     return table
 

@@ -112,7 +112,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     if "weights" in results:
         weights = results["weights"]
         paragraphs["weights"] = [render_weights.step_table(weights), render_weights.caption(weights)]
-        paragraphs["weights-kernels"] = [render_weights.bandwidth_table(weights)]
+        paragraphs["weights-kernels"] = [render_weights.rate_table(weights)]
     if "batching_weights" in results:
         batching = results["batching_weights"]
         paragraphs["batching-weights"] = [

@@ -14,6 +14,8 @@ from hf_kvquant.common.tables import markdown_table as table
 
 # The caches that are compared, by their names in bench_batching.py.
 CACHES = {"flash": "bf16", "int4": "`int4`"}
+# From this many tokens on, a linear layer is limited by arithmetic rather than by reading its weights.
+FEW_ROWS = 64
 
 
 def step_table(results: dict[str, Any]) -> str:
@@ -33,20 +35,24 @@ def _name(found: dict[str, Any]) -> str:
     return f"{found['method']}: {found['kernel']}" + (f" ({packages})" if packages else "")
 
 
-def bandwidth_table(results: dict[str, Any]) -> str:
-    """Per shape of linear layers: the bandwidth at which each method reads its weights, in GB/s."""
+def rate_table(results: dict[str, Any]) -> str:
+    """Per shape of linear layers and number of tokens: the rate of each method, of reading or of arithmetic."""
     methods = results["methods"]
     rates = {
-        (row["outputs"], row["inputs"], row["rows"], found["method"]): row["gbps"]
+        (row["rows"], row["outputs"], row["inputs"], found["method"]): _rate(row)
         for found in methods
         for row in found["products"]
     }
-    shapes = list(dict.fromkeys(key[:3] for key in rates))
     lines = []
-    for outputs, inputs, rows in shapes:
-        found = [rates.get((outputs, inputs, rows, each["method"])) for each in methods]
-        lines.append([f"{outputs} x {inputs}", str(rows), *("-" if rate is None else f"{rate:,.0f}" for rate in found)])
-    return table(["outputs x inputs", "tokens", *(each["method"] for each in methods)], lines)
+    for rows, outputs, inputs in sorted({key[:3] for key in rates}):
+        cells = [rates.get((rows, outputs, inputs, found["method"]), "-") for found in methods]
+        lines.append([f"{outputs} x {inputs}", str(rows), *cells])
+    return table(["outputs x inputs", "tokens", *(found["method"] for found in methods)], lines)
+
+
+def _rate(row: dict[str, Any]) -> str:
+    """GB/s of weights while few tokens share them, else TFLOP/s."""
+    return f"{row['gbps']:,.0f} GB/s" if row["rows"] < FEW_ROWS else f"{row['tflops']:,.0f} TFLOP/s"
 
 
 def fastest(results: dict[str, Any]) -> str:

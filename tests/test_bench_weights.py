@@ -50,6 +50,7 @@ def bench(methods: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         raise ImportError("no such package in /somewhere/else.so")
 
     monkeypatch.setattr(bench, "time_calls", time_calls)
+    monkeypatch.setattr(bench, "MANY_ROWS", (64,))
     monkeypatch.setattr(bench, "bandwidth_of", lambda device: 10.0)
     monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
     monkeypatch.setattr(capture, "check_graphs", lambda model: None)
@@ -78,12 +79,13 @@ def test_results(
     assert plain["weight_bytes"] == 2 * (linear + norms + 2 * output)
     assert half["weight_bytes_read"] == linear + 2 * (norms + output)
     for found, size in ((plain, 2), (half, 1)):
-        of_batch = {rows: [row for row in found["products"] if row["rows"] == rows] for rows in (1, 2)}
+        of_batch = {rows: [row for row in found["products"] if row["rows"] == rows] for rows in (1, 2, 64)}
         for rows in of_batch.values():
             # Two heads of keys and four of queries, of 32 channels.
             shapes = [(row["outputs"], row["inputs"], row["layers"]) for row in rows]
             assert shapes == [(128, 64, 2), (64, 64, 4), (64, 128, 2), (96, 64, 4), (64, 96, 2)]
             assert rows[0]["bytes"] == size * 128 * 64 and rows[0]["gbps"] == pytest.approx(size * 128 * 64 / 1e4)
+            assert rows[0]["tflops"] == pytest.approx(2 * rows[0]["rows"] * 128 * 64 / 1e7)
         assert [row["case"] for row in found["cases"]] == ["1x20", "2x12"]
         for row in found["cases"]:
             assert row["products_ms"] == pytest.approx(14 * 0.01)
@@ -119,24 +121,26 @@ def of_method(name: str, ratios: tuple[float, float], gbps: dict[int, float]) ->
         {"case": case, "step_ms": 5.3 * ratio, "ratio": ratio, "products_ms": 4.0}
         for case, ratio in zip(("1x2k", "8x16k"), ratios, strict=True)
     ]
-    rows = [{"outputs": 4096, "inputs": 4096, "rows": tokens, "gbps": rate} for tokens, rate in gbps.items()]
+    rows = [
+        {"outputs": 4096, "inputs": 4096, "rows": tokens, "gbps": rate, "tflops": 99.6} for tokens, rate in gbps.items()
+    ]
     packages = {} if name == "bf16" else {"torchao": "0.18.0"}
     return {"method": name, "kernel": "K", "packages": packages, "weight_bytes": 16e9, "cases": cases, "products": rows}
 
 
 def test_pages(bench: ModuleType) -> None:
     render = importlib.import_module("render_weights")
-    plain = of_method("bf16", (1.0, 1.0), {1: 4000.0, 8: 3900.0})
-    slow, fast = of_method("slow", (0.5, 0.9), {1: 1000.0}), of_method("fast", (0.6, 0.7), {1: 2000.0, 8: 1234.5})
+    plain = of_method("bf16", (1.0, 1.0), {1: 4000.0, 64: 3900.0})
+    slow, fast = of_method("slow", (0.5, 0.9), {1: 1000.0}), of_method("fast", (0.6, 0.7), {1: 2000.0, 64: 1234.5})
     card = {"read_gbps": 4300.0, "gpu": "GPU", "torch": "2.11", "transformers": "5.17", "date": "2026-11-26 10:00 UTC"}
     failures = [{"method": "absent", "reason": "ImportError: no such package."}]
     results = {"methods": [plain, slow, fast], "failures": failures, **card}
     lines = render.step_table(results).splitlines()
     assert lines[2] == "| bf16: K | 1 x 2k | 16.0 | 5.30 | 4.00 | 1.00 |"
     assert lines[-1] == "| fast: K (torchao 0.18.0) | 8 x 16k | 16.0 | 3.71 | 4.00 | 0.70 |"
-    assert render.bandwidth_table(results).splitlines()[2:] == [
-        "| 4096 x 4096 | 1 | 4,000 | 1,000 | 2,000 |",
-        "| 4096 x 4096 | 8 | 3,900 | - | 1,234 |",
+    assert render.rate_table(results).splitlines()[2:] == [
+        "| 4096 x 4096 | 1 | 4,000 GB/s | 1,000 GB/s | 2,000 GB/s |",
+        "| 4096 x 4096 | 64 | 100 TFLOP/s | - | 100 TFLOP/s |",
     ]
     assert render.fastest(results) == "fast"
     assert "4-bit weights is fast (K)" in render.caption(results)
