@@ -15,7 +15,8 @@ Method:
 - The products alone are those of the model's own linear layers, one shape after the other, in a CUDA graph that runs
   through all layers of a shape, so that weights are not in the L2 cache. They are replaced as in a captured step.
   Larger batches and parts of prompts are measured this way only: their rate is that of the arithmetic.
-- A method that is not installed or fails is listed with the reason.
+- A method that is not installed or fails is listed with the reason. A method that ends the process, or leaves the GPU
+  in error, has to be measured after the others, with `--resume`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import CALLS, DTYPE, add_roofline, attempt, bandwidth_of, load, step_figures, weight_bytes
+from bench_generate import (
+    CALLS,
+    DTYPE,
+    SHARED,
+    add_roofline,
+    attempt,
+    bandwidth_of,
+    earlier_results,
+    load,
+    step_figures,
+    weight_bytes,
+)
 from generate_cases import MODELS, Case
 from generate_systems import SYSTEMS, bytes_per_token, call, check_served, clean_up
 from gpu_timing import time_calls
@@ -215,7 +227,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         "--new-tokens", type=int, default=64, help="per call; the first quarter is not timed (default: %(default)s)"
     )
     parser.add_argument("--output", type=Path, help="also write the JSON here, after every method")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what --output holds if it is of this commit, machine and model",
+    )
     arguments = parser.parse_args(words)
+    if arguments.resume and arguments.output is None:
+        parser.error("--resume needs --output, the results to resume")
     if arguments.new_tokens < 8:
         parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
     if arguments.device is None:
@@ -240,12 +259,16 @@ def main() -> None:
         "new_tokens": arguments.new_tokens,
         "read_gbps": bandwidth,
         "state_before": gpu_state() if is_gpu else None,
-        "methods": [],
-        "failures": [],
     }
     for key, value in results.items():
         console.print(f"{key:>18}  {value}", highlight=False, markup=False)
-    for name in arguments.methods:
+    earlier = earlier_results(results, arguments.output, (*SHARED, "new_tokens")) if arguments.resume else {}
+    results["commands"] = [*earlier.get("commands", []), results["command"]]
+    results["methods"] = earlier.get("methods", [])
+    done = [found["method"] for found in results["methods"]]
+    names = [name for name in arguments.methods if name not in done]
+    results["failures"] = [each for each in earlier.get("failures", []) if each["method"] not in names]
+    for name in names:
         found, reason = attempt(functools.partial(measure, name, arguments, bandwidth))
         if found is not None:
             results["methods"].append(found)

@@ -112,9 +112,9 @@ BF16 = "bf16"
 METHODS: dict[str, Method] = {
     BF16: Method("cuBLAS"),
     "tinygemm": Method("_weight_int4pack_mm", ("torchao",), _torchao("tile_packed_to_4d")),
+    "gemlite": Method("GEMV_REVSPLITK, GEMM_SPLITK, GEMM", ("gemlite",), _gemlite),
     "mslk": Method("bf16i4bf16_rowwise", ("torchao", "mslk-cuda"), _torchao("plain")),
     "mslk-shuffled": Method("bf16i4bf16_shuffled", ("torchao", "mslk-cuda"), _torchao("preshuffled")),
-    "gemlite": Method("GEMV_REVSPLITK, GEMM_SPLITK, GEMM", ("gemlite",), _gemlite),
     "humming": Method("launch_kernel", ("humming-kernels",), _humming),
 }
 

@@ -64,12 +64,14 @@ def test_results(
 ) -> None:
     path = tmp_path / "weights.json"
     words = ["--model", "tiny", "--device", "cpu", "--new-tokens", "8", "--cases", "1x20", "2x12"]
-    words += ["--methods", "bf16", "half", "absent", "--output", str(path)]
-    monkeypatch.setattr(sys, "argv", ["bench_weights.py", *words])
+    words += ["--output", str(path), "--resume", "--methods", "bf16"]
     monkeypatch.setattr(bench, "GOALS", {"1x20": 1000.0, "2x12": 0.0, "1x2k": 0.5})
-    bench.main()
+    for methods in ([], ["half", "absent"]):
+        monkeypatch.setattr(sys, "argv", ["bench_weights.py", *words, *methods])
+        bench.main()
     results = json.loads(path.read_text(encoding="utf-8"))
     printed = capsys.readouterr().out
+    assert len(results["commands"]) == 2
     assert json.loads(printed.splitlines()[-1]) == results
     plain, half = results["methods"]
     assert (plain["method"], half["method"]) == ("bf16", "half")
@@ -97,6 +99,21 @@ def test_results(
     assert [check["reached"] for check in results["checks"]] == [True, False, None]
     assert [check["fastest"] for check in results["checks"]] == ["half", "half", None]
     assert "absent: ImportError: no such package in else.so" in printed and Recorded.made
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--new-tokens", "4"], "--new-tokens must be at least 8, got 4"),
+        (["--cases", "8"], "invalid parse value: '8'"),
+        (["--methods", "int5"], "invalid choice: 'int5'"),
+        (["--resume"], "--resume needs --output, the results to resume"),
+    ],
+)
+def test_arguments(bench: ModuleType, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(words)
+    assert message in capsys.readouterr().err
 
 
 def test_a_cache_is_filled(bench: ModuleType) -> None:
