@@ -281,6 +281,7 @@ def main() -> None:
         if arguments.output is not None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    add_ratios(results)  # also where nothing was missing
     console.print(products_table(results))
     console.print(steps_table(results))
     for check in results["checks"]:
