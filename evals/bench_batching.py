@@ -1,6 +1,8 @@
 """Continuous batching: what a server makes of a fixed memory, with our pages and with transformers' own.
 
     PYTHONPATH=evals/stand_in python evals/bench_batching.py --cache-gb 24 --output evals/results/batching.json
+    PYTHONPATH=evals/stand_in python evals/bench_batching.py --total-gb 24 48 --weights bf16 tinygemm \
+        --systems flash int4 --workloads W1 W2 --output evals/results/batching_weights.json
 
 Many requests share a GPU. How many run at once is limited by the memory for keys and values, and with them the tokens a
 second: a decode step costs hardly more for many requests than for few. So all systems get the same bytes of cache.
@@ -11,6 +13,7 @@ Method:
   cache.
 - A few requests run first and are not timed. They compile, capture graphs and fill allocators.
 - Prefix sharing is on, as it is by default.
+- The peak is what PyTorch had reserved, CUDA graphs included. It shows whether a total was kept.
 - Tokens held and requests that run are counted at each step. A step is mixed if it has prompts. The time to the first
   token counts from the moment that a request was added, so it contains the queue.
 
@@ -34,13 +37,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import SHARED, attempt, earlier_results, load
+from bench_generate import DTYPE, SHARED, attempt, earlier_results, load
 from generate_cases import MODELS
+from generate_systems import clean_up
 from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.generation.continuous_batching.utils import WorkloadHints
+from weight_methods import BF16, METHODS, arm_of, bytes_of, quantize
 
 from hf_kvquant import PRESETS, patched
 from hf_kvquant.evaluation.provenance import card, gpu_card
@@ -54,6 +59,8 @@ PAGE_SIZE = 256
 # What results must share with those that they are added to. Commits may differ: each row names its own.
 RESUMED = (*(key for key in SHARED if key not in ("commit", "is_dirty")), "page_size")
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
+# Of memory in all, what is kept for activations of 8,192 tokens, logits and CUDA graphs.
+WORKING_GB = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +134,21 @@ class Watch:
             notes.clear()
 
 
+def left_for_cache(model: Any, total_gb: float) -> int:
+    """Bytes of cache that a total leaves beside the weights.
+
+    Raises:
+        MemoryError: It leaves none.
+    """
+    left = int((total_gb - WORKING_GB) * 1e9) - bytes_of(model)
+    if left <= 0:
+        raise MemoryError(
+            f"{total_gb:g} GB hold no cache beside {bytes_of(model) / 1e9:.1f} GB of weights and {WORKING_GB:g} GB of "
+            "activations"
+        )
+    return left
+
+
 def bytes_per_token(model: Any, system: str) -> int:
     """Bytes of one token's keys and values in all layers."""
     config = model.config.get_text_config()
@@ -192,9 +214,25 @@ def prepared(model: Any, system: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None) -> dict[str, Any]:
-    """The row of one system."""
+def measure(
+    model: Any, system: str, workload: Workload, cache_gb: float | None, total_gb: float | None
+) -> dict[str, Any]:
+    """The row of one system.
+
+    Args:
+        model: The model, with its weights as they are to be.
+        system: A name of `SYSTEMS`.
+        workload: Its requests.
+        cache_gb: Memory for the cache; `None` for all that is left.
+        total_gb: Memory for weights, cache and activations together, in place of `cache_gb`.
+    """
     of_token = bytes_per_token(model, system)
+    cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
+    if total_gb is not None:
+        cache_bytes = left_for_cache(model, total_gb)
+    is_gpu = model.device.type == "cuda"
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()
     num_blocks = None if cache_bytes is None else max(1, cache_bytes // (of_token * PAGE_SIZE))
     prompts, new_tokens = workload.prompts(model.config.vocab_size), workload.new_tokens()
     created = time.perf_counter()
@@ -208,6 +246,7 @@ def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None
         seconds = time.perf_counter() - start
         room = manager.batch_processor.cache.num_blocks * PAGE_SIZE
         settings = manager.continuous_batching_config
+        peak_bytes = torch.cuda.max_memory_reserved() if is_gpu else None
     first = [output.timestamps[0] - output.created_time for output in outputs]
     later = [b - a for output in outputs for a, b in zip(output.timestamps, output.timestamps[1:], strict=False)]
     return {
@@ -217,6 +256,8 @@ def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None
         "output_tokens_per_s": sum(new_tokens) / seconds,
         "requests_per_s": workload.requests / seconds,
         "bytes_per_token": of_token,
+        "weight_bytes": bytes_of(model),
+        "peak_bytes": peak_bytes,
         "captures_decode_steps": settings.use_cuda_graph[1] and settings.max_blocks_per_request > 0,
         "is_asynchronous": settings.use_async_batching,
         "room_tokens": room,
@@ -243,17 +284,20 @@ def workload_table(found: dict[str, Any]) -> Table:
     new = "{} to {}".format(*found["new"]) if found["new"][0] < found["new"][1] else found["new"][0]
     kind = "one shared prefix" if found["is_shared"] else "unique"
     memory = "all memory" if found["cache_gb"] is None else f"{found['cache_gb']} GB of cache"
+    if found.get("total_gb") is not None:
+        memory = f"{found['total_gb']} GB in all"
     title = (
         f"{found['workload']}: {found['requests']} requests, {found['prompt']:,} tokens ({kind}), {new} new, {memory}"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("", justify="left")
-    for column in ("tokens/s", "requests/s", "held", "of room", "running", "mixed", "first s", "p99", "next ms", "p99"):
+    columns = ("tokens/s", "requests/s", "held", "of room", "running", "mixed", "first s", "p99", "next ms", "p99")
+    for column in (*columns, "peak GB"):
         table.add_column(column, justify="right")
     for row in found["rows"]:
-        first, later = row["first_token_s"], row["next_token_s"]
+        first, later, peak = row["first_token_s"], row["next_token_s"], row.get("peak_bytes")
         table.add_row(
-            row["system"],
+            " + ".join(arm_of(row)),
             f"{row['output_tokens_per_s']:.0f}",
             f"{row['requests_per_s']:.2f}",
             f"{row['most_held_tokens']:,}",
@@ -262,6 +306,7 @@ def workload_table(found: dict[str, Any]) -> Table:
             f"{row['mixed_share']:.0%}",
             *(f"{first[key]:.2f}" for key in ("median", "p99")),
             *(f"{later[key] * 1e3:.1f}" for key in ("median", "p99")),
+            "" if peak is None else f"{peak / 1e9:.1f}",
         )
     return table
 
@@ -275,6 +320,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
     told = "bytes of cache, in GB, one or several (default: all memory that is left)"
     parser.add_argument("--cache-gb", type=float, nargs="+", metavar="GB", help=told)
+    told = "bytes in all, weights included, in GB, one or several, in place of --cache-gb"
+    parser.add_argument("--total-gb", type=float, nargs="+", metavar="GB", help=told)
+    told = f"of linear layers: {', '.join(METHODS)} (default: {BF16})"
+    parser.add_argument("--weights", nargs="+", choices=METHODS, default=[BF16], metavar="METHOD", help=told)
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
     parser.add_argument("--output", type=Path, help="also write the JSON here, after every system")
     parser.add_argument(
@@ -283,9 +332,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.resume and arguments.output is None:
         parser.error("--resume needs --output, the results to resume")
-    for size in arguments.cache_gb or ():
-        if size <= 0:
-            parser.error(f"--cache-gb must be positive, got {size}")
+    if arguments.cache_gb and arguments.total_gb:
+        parser.error("--total-gb takes the place of --cache-gb, got both")
+    for option, sizes in (("--cache-gb", arguments.cache_gb), ("--total-gb", arguments.total_gb)):
+        for size in sizes or ():
+            if size <= 0:
+                parser.error(f"{option} must be positive, got {size}")
     if not 0 < arguments.share <= 1:
         parser.error(f"--share must be above 0 and at most 1, got {arguments.share}")
     if arguments.device is None:
@@ -294,14 +346,15 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def workload_of(
-    results: dict[str, Any], name: str, share: float, size: float | None
+    results: dict[str, Any], name: str, share: float, cache_gb: float | None, total_gb: float | None
 ) -> tuple[Workload, dict[str, Any]]:
     """A workload, and its part of the results: that of an earlier run if there is one, else a new one."""
     workload = WORKLOADS[name]
     workload = dataclasses.replace(workload, requests=max(1, round(workload.requests * share)))
-    described = {"workload": name, **dataclasses.asdict(workload), "new": list(workload.new), "cache_gb": size}
+    described = {"workload": name, **dataclasses.asdict(workload), "new": list(workload.new), "cache_gb": cache_gb}
+    described["total_gb"] = total_gb
     for found in results["workloads"]:
-        if all(found[key] == value for key, value in described.items()):
+        if all(found.get(key) == value for key, value in described.items()):
             return workload, found
     results["workloads"].append({**described, "rows": [], "failures": []})
     return workload, results["workloads"][-1]
@@ -312,36 +365,46 @@ def main() -> None:
     arguments = parse()
     torch.manual_seed(0)
     console = Console(width=160)
-    model = load(arguments.model, arguments.device)
     results: dict[str, Any] = {
         **card(),
         **(gpu_card() if arguments.device.type == "cuda" else {}),
         "model": arguments.model,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(DTYPE).removeprefix("torch."),
         "page_size": PAGE_SIZE,
     }
     earlier = earlier_results(results, arguments.output, RESUMED) if arguments.resume else {}
     results["commands"] = [*earlier.get("commands", []), results["command"]]
     results["workloads"] = earlier.get("workloads", [])
-    for name, size in itertools.product(arguments.workloads, arguments.cache_gb or [None]):
-        workload, found = workload_of(results, name, arguments.share, size)
-        done = {row["system"] for row in [*found["rows"], *found["failures"]]}
-        for system in [each for each in arguments.systems if each not in done]:
-            row, reason = attempt(
-                functools.partial(measure, model, system, workload, None if size is None else int(size * 1e9))
-            )
+    for weights in arguments.weights:
+        model = load(arguments.model, arguments.device)
+        quantize(model, weights)
+        clean_up()  # of the weights that were replaced, which would count as memory in use
+        run(model, weights, arguments, results, console)
+        del model
+    for found in results["workloads"]:
+        console.print(workload_table(found))
+    print(json.dumps(results))
+
+
+def run(model: Any, weights: str, arguments: argparse.Namespace, results: dict[str, Any], console: Console) -> None:
+    """Add what is missing in the results of one kind of weights, and write them after every system."""
+    cache_sizes, totals = arguments.cache_gb or [None], arguments.total_gb or [None]
+    for name, size, total in itertools.product(arguments.workloads, cache_sizes, totals):
+        workload, found = workload_of(results, name, arguments.share, size, total)
+        done = {arm_of(row) for row in [*found["rows"], *found["failures"]]}
+        for system in [each for each in arguments.systems if (weights, each) not in done]:
+            row, reason = attempt(functools.partial(measure, model, system, workload, size, total))
             if row is not None:
-                found["rows"].append({**row, "commit": results["commit"], "date": results["date"]})
+                versions = {"packages": METHODS[weights].versions, "commit": results["commit"], "date": results["date"]}
+                found["rows"].append({"weights": weights, **row, **versions})
                 told = f"{row['output_tokens_per_s']:.0f} tokens/s, {row['seconds']:.0f} s after {row['start_s']:.0f} s"
             else:
-                found["failures"].append({"system": system, "reason": reason})
+                found["failures"].append({"weights": weights, "system": system, "reason": reason})
                 told = str(reason)
-            console.print(f"{name}, {system}: {told}", highlight=False, markup=False)
+            console.print(f"{name}, {weights} + {system}: {told}", highlight=False, markup=False)
             if arguments.output is not None:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
                 arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        console.print(workload_table(found))
-    print(json.dumps(results))
 
 
 if __name__ == "__main__":

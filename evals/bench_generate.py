@@ -72,6 +72,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from weight_methods import bytes_of
 
 from hf_kvquant import ops
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
@@ -123,22 +124,11 @@ def _measure(model: Any, name: str, case: Case, num_new: int, chunk: int | None)
         start_s = time.perf_counter() - start
         while len(clocks) < CALLS and (not clocks or clocks[0].times[-1] < LONG_SECONDS):
             clocks.append(call(model, case, num_new, {**chunked, **arguments()})[0])
-    steps = [
-        later - earlier
-        for clock in clocks
-        for earlier, later in zip(clock.times[first - 1 :], clock.times[first:], strict=False)
-    ]
-    step_ms = 1e3 * statistics.median(
-        (clock.times[-1] - clock.times[first - 1]) / (num_new - first) for clock in clocks
-    )
     prefill_peak, decode_peak = clocks[-1].peaks
     cache_bytes = None if token_bytes is None else case.batch * tokens * token_bytes
     return {
         "system": name,
-        "step_ms": step_ms,
-        "p10_ms": 1e3 * sorted(steps)[len(steps) // 10],
-        "p90_ms": 1e3 * sorted(steps)[len(steps) * 9 // 10],
-        "tokens_per_s": 1e3 * case.batch / step_ms,
+        **step_figures(clocks, first, case.batch),
         "prefill_ms": 1e3 * clocks[-1].times[0],
         "prefill_chunk": chunk,
         "start_s": start_s,
@@ -157,6 +147,24 @@ def _measure(model: Any, name: str, case: Case, num_new: int, chunk: int | None)
             cache_bytes=cache_bytes,
             tokens=tokens,
         ),
+    }
+
+
+def step_figures(clocks: list[Clock], first: int, batch: int) -> dict[str, float]:
+    """The time of a decode step, from the `first` new token on: of whole calls, and the spread of single steps."""
+    steps = sorted(
+        later - earlier
+        for clock in clocks
+        for earlier, later in zip(clock.times[first - 1 :], clock.times[first:], strict=False)
+    )
+    step_ms = 1e3 * statistics.median(
+        (clock.times[-1] - clock.times[first - 1]) / (len(clock.times) - first) for clock in clocks
+    )
+    return {
+        "step_ms": step_ms,
+        "p10_ms": 1e3 * steps[len(steps) // 10],
+        "p90_ms": 1e3 * steps[len(steps) * 9 // 10],
+        "tokens_per_s": 1e3 * batch / step_ms,
     }
 
 
@@ -233,7 +241,7 @@ def load(name: str, device: torch.device) -> Any:
 def weight_bytes(model: Any) -> int:
     """Bytes of weights that a step reads: all, except an embedding that is not tied to the output."""
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    total: int = sum(parameter.nbytes for parameter in model.parameters())
+    total = bytes_of(model)
     return total if output is embedding else total - embedding.nbytes
 
 

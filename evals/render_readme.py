@@ -7,8 +7,8 @@ test renders every page again and compares, so every number on a page comes from
 by the numbers in its description, since its bytes depend on the version of matplotlib (`pip install matplotlib`, needed
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
 many new tokens, `render_batching.py` that of many requests, `render_parallel.py` that of several GPUs,
-`render_families.py` that of model families, `render_recipes.py` those of published recipes, `render_ablation.py` that
-of quantised weights. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
+`render_families.py` that of model families, `render_recipes.py` those of published recipes, `render_ablation.py` and
+`render_weights.py` those of quantised weights. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import render_families
 import render_generate
 import render_parallel
 import render_recipes
+import render_weights
 
 from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.common.tables import scientific
@@ -47,6 +48,7 @@ MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
+OPTIONAL_FILES += ("weights", "batching_weights")
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
@@ -107,6 +109,16 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     if "ablation" in results:
         ablation = results["ablation"], results["ablation_outliers"]
         paragraphs["ablation"] = [render_ablation.cost_table(*ablation), render_ablation.caption(*ablation)]
+    if "weights" in results:
+        weights = results["weights"]
+        paragraphs["weights"] = [render_weights.step_table(weights), render_weights.caption(weights)]
+        paragraphs["weights-kernels"] = [render_weights.rate_table(weights)]
+    if "batching_weights" in results:
+        batching = results["batching_weights"]
+        paragraphs["batching-weights"] = [
+            render_weights.throughput_table(batching),
+            render_weights.throughput_caption(batching),
+        ]
     if "parallel" in results:
         parallel = results["parallel"]
         paragraphs["parallel"] = [render_parallel.step_table(parallel), render_parallel.caption(parallel)]

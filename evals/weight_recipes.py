@@ -43,13 +43,18 @@ def groups_of(weight: Tensor) -> Tensor:
     return weight.view(weight.shape[0], -1, size)
 
 
-def uint4_weight(weight: Tensor) -> Tensor:
-    """Groups of inputs with a scale and a zero point each."""
+def uint4_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[outputs, groups, inputs of a group]`, as floats, with scales and zero points `[outputs, groups, 1]`."""
     groups = groups_of(weight)
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     scale = ((high - low) / 15).clamp(min=_TINY)
     zero = (-low / scale).round()
-    codes = ((groups / scale).round() + zero).clamp(0, 15)
+    return ((groups / scale).round() + zero).clamp(0, 15), scale, zero
+
+
+def uint4_weight(weight: Tensor) -> Tensor:
+    """Groups of inputs with a scale and a zero point each."""
+    codes, scale, zero = uint4_groups(weight)
     return ((codes - zero) * scale).view_as(weight)
 
 

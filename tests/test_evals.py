@@ -751,10 +751,50 @@ def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert workloads["W1"].new_tokens() == workloads["W1"].new_tokens()
 
 
+def test_batching_with_memory_in_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Smaller weights leave more room, and rows are told apart by their weights."""
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    bench, methods = importlib.import_module("bench_batching"), importlib.import_module("weight_methods")
+
+    def half(linear: torch.nn.Linear) -> torch.nn.Module:
+        linear.weight = torch.nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight.to(x.dtype))
+        return linear
+
+    monkeypatch.setitem(methods.METHODS, "half", methods.Method("float8", (), half))
+    monkeypatch.setattr(bench, "WORKLOADS", {"W1": bench.Workload(2, 40, (5, 8))})
+    monkeypatch.setattr(bench, "WORKING_GB", 0.0001)
+    path = tmp_path / "batching.json"
+    words = ["--model", "tiny", "--device", "cpu", "--workloads", "W1", "--total-gb", "0.0001", "0.002"]
+    words += ["--weights", "bf16", "half", "--systems", "none", "int4", "--output", str(path), "--resume"]
+    monkeypatch.setattr(sys, "argv", ["bench_batching.py", *words])
+    bench.main()
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert "0.002 GB in all" in capsys.readouterr().out
+    few, enough = results["workloads"]
+    arms = [("bf16", "none"), ("bf16", "int4"), ("half", "none"), ("half", "int4")]
+    assert [bench.arm_of(failure) for failure in few["failures"]] == arms
+    assert "0.0001 GB hold no cache beside 0.0 GB of weights" in few["failures"][0]["reason"]
+    assert [bench.arm_of(row) for row in enough["rows"]] == arms and enough["failures"] == []
+    plain, _, half_plain, _ = enough["rows"]
+    for row in enough["rows"]:
+        pages = (2_000_000 - 100_000 - row["weight_bytes"]) // (row["bytes_per_token"] * bench.PAGE_SIZE)
+        assert abs(row["room_tokens"] / bench.PAGE_SIZE - pages) <= 1
+    assert half_plain["room_tokens"] > plain["room_tokens"] and plain["peak_bytes"] is None
+    bench.main()  # nothing is missing
+    again = json.loads(path.read_text(encoding="utf-8"))
+    assert again["workloads"] == results["workloads"]
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (["--cache-gb", "0"], "--cache-gb must be positive, got 0.0"),
+        (["--total-gb", "24", "-1"], "--total-gb must be positive, got -1.0"),
+        (["--total-gb", "24", "--cache-gb", "8"], "--total-gb takes the place of --cache-gb, got both"),
         (["--share", "2"], "--share must be above 0 and at most 1, got 2.0"),
         (["--systems", "int5"], "invalid choice: 'int5'"),
         (["--resume"], "--resume needs --output, the results to resume"),

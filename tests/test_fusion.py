@@ -523,9 +523,15 @@ def hooked(path: str) -> Callable[[Any], None]:
     return change
 
 
-def wrapped(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.mlp.up_proj.forward = layer.mlp.up_proj.forward
+def wrapped(path: str) -> Callable[[Any], None]:
+    """Modules with their own forwards, as libraries for quantised weights make linear layers."""
+
+    def change(model: Any) -> None:
+        for layer in model.model.layers:
+            module = layer.get_submodule(path)
+            module.forward = module.forward
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -539,15 +545,21 @@ def wrapped(model: Any) -> None:
         (as_class("mlp", ShiftedMLP), {**NORMS, "rotary": 2}),
         (hooked("mlp.act_fn"), {**NORMS, "rotary": 2}),
         (hooked("post_attention_layernorm"), {**ALL, "add_rms_norm": 2}),
-        (wrapped, {**NORMS, "rotary": 2}),
+        (wrapped("mlp"), {**NORMS, "rotary": 2}),
+        (wrapped("mlp.act_fn"), {**NORMS, "rotary": 2}),
+        (wrapped("mlp.up_proj"), ALL),
     ],
-    ids=["norm", "turned", "scaled", "leaky", "picky", "shifted", "activation_hook", "norm_hook", "forward"],
+    ids=[
+        *("norm", "turned", "scaled", "leaky", "picky", "shifted", "activation_hook", "norm_hook"),
+        *("mlp_forward", "activation_forward", "linear_forward"),
+    ],
 )
 def test_models_of_another_kind(change: Callable[[Any], None], expected: dict[str, int], device: str) -> None:
     model = built("llama", device)
     change(model)
+    before = all_of(model)
     logits, calls = fused_step(model)
-    assert calls == expected
+    assert calls == expected and all_of(model) == before
     same_bits(logits, step(model), "logits")
 
 

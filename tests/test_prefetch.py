@@ -18,6 +18,7 @@ from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.graphs import prefetch
 from hf_kvquant.graphs.fusion import fused
 from hf_kvquant.graphs.prefetch import Prefetch
+from hf_kvquant.models.hashes import plain_tensors
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 INT4 = {"preset": "int4"}
@@ -76,7 +77,11 @@ def noted(model: Any, device: str) -> dict[str, str]:
         model(prompt, past_key_values=cache)
         with found.noted(), fused(model):
             model(prompt[:, :1], past_key_values=cache)
-    names = {weight.data_ptr(): name.removesuffix(".weight") for name, weight in model.named_parameters()}
+    names = {
+        part.data_ptr(): name.removesuffix(".weight")
+        for name, weight in model.named_parameters()
+        for part in plain_tensors(weight)
+    }
     return {names[before]: names[behind.data_ptr()] for before, behind in found.behind.items()}
 
 
@@ -111,6 +116,31 @@ def test_weights_that_are_not_plain_or_not_contiguous(device: str) -> None:
     second.weight = nn.Parameter(second.weight.data.T.contiguous().T, requires_grad=False)
     # The next layer that is plain is the MLP's first.
     assert noted(model, device) == {"model.layers.0.self_attn.v_proj": "model.layers.0.mlp.gate_proj"}
+
+
+def test_quantised_weights(device: str) -> None:
+    """Of a weight that wraps several tensors, the codes."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = models.on(device, models.build("llama"))
+    quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+    layers = [f"model.layers.{i}.self_attn" for i in range(2)]
+    assert noted(model, device) == {f"{layer}.v_proj": f"{layer}.o_proj" for layer in layers}
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    assert prefetch._stored(weight) is weight.qdata
+
+
+def test_operators_that_multiply_with_weights() -> None:
+    """Of which some exist on GPUs alone."""
+    x, codes, scales = torch.ones(2, 8), torch.ones(4, 8), torch.ones(4, 1)
+    weights = {
+        "linear": (x, codes),
+        "aten._weight_int4pack_mm.default": (x, codes, 32, scales),
+        "gemlite.forward_functional.default": (x, None, [codes, scales], []),
+        "humming.launch_kernel.default": (None, x, codes, scales),
+    }
+    for name, given in weights.items():
+        assert prefetch._weight_of(name, given) is codes, name
+    assert prefetch._weight_of("aten.mm.default", (x, codes)) is None
 
 
 # --- the branch -------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ A decode step of Llama launches some thirty small kernels per layer: eight for e
 embedding, two for the product in the MLP, two for residual additions. While a step is recorded, `fused` replaces each
 of these by one kernel (an addition joins the kernel of the norm after it): it replaces the forwards of instances and
 `apply_rotary_pos_emb` in the globals of the model's own code, and intercepts additions. The run before the recording
-verifies each replacement (`trials.py`). Modules with hooks, with several parameters or with their own forwards are
-never replaced, nor is anything under autograd or autocast.
+verifies each replacement (`trials.py`). Modules with hooks or with their own forwards are never replaced, nor is
+anything under autograd or autocast. The linear layers of an MLP may have their own forwards, as those of libraries with
+quantised weights do. `packed_linear.py` has the linear layers that cost an extra kernel.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from .. import ops
 from .._ops import ops as torch_ops
 from ..state import notes_on
+from .packed_linear import is_tile_packed, packed_linear
 from .trials import Chooser, Function, random_like
 
 ROTARY = "apply_rotary_pos_emb"
@@ -58,6 +60,8 @@ def fused(model: nn.Module) -> Iterator[None]:
                 fuse = functools.partial(_norm, chooser, additions, module)
             elif _is_mlp(module):
                 fuse = functools.partial(_mlp, chooser, module)
+            elif _is_plain(module) and is_tile_packed(module):
+                fuse = functools.partial(packed_linear, chooser, module)
             else:
                 continue
             stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse)))
@@ -72,11 +76,13 @@ def fused(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _forward(module: nn.Module, function: Function) -> Iterator[None]:
     """Replace the forward of one module instance while the block runs."""
+    before = {name: own for name, own in vars(module).items() if name == "forward"}
     module.__dict__["forward"] = function
     try:
         yield
     finally:
         del module.__dict__["forward"]
+        module.__dict__.update(before)
 
 
 def _fused_forward(module: Any, fuse: Callable[[Tensor], Tensor | None], *args: Any, **kwargs: Any) -> Any:
@@ -88,12 +94,11 @@ def _fused_forward(module: Any, fuse: Callable[[Tensor], Tensor | None], *args: 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether calling a module only calls the forward of its class."""
-    return (
-        "forward" not in vars(module)
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and module._compiled_call_impl is None
-    )
+    return "forward" not in vars(module) and _only_calls_forward(module)
+
+
+def _only_calls_forward(module: nn.Module) -> bool:
+    return not module._forward_hooks and not module._forward_pre_hooks and module._compiled_call_impl is None
 
 
 def _identity(module: nn.Module) -> Hashable:
@@ -230,7 +235,8 @@ def _is_mlp(module: nn.Module) -> bool:
     return (
         _is_plain(module)
         and set(children) == set(_MLP)
-        and all(_is_plain(child) for child in children.values())
+        and all(map(_only_calls_forward, children.values()))
+        and _is_plain(children["act_fn"])
         and not any(True for _ in children["act_fn"].parameters())
         and not module._parameters
         and not module._buffers

@@ -33,6 +33,37 @@ MAX_PART_OF_L2 = 1 / 8
 Function = Callable[..., Any]
 
 
+def _weight_of(name: str, args: tuple[Any, ...]) -> Tensor | None:
+    """The weight that a call multiplies with, as it lies in memory; `None` for other calls and other weights.
+
+    Args:
+        name: Of the function that is called: `linear`, or an operator with its namespace and overload.
+        args: Its arguments.
+    """
+    if name == "linear" and len(args) > 1:
+        return _stored(args[1])
+    if name == "aten._weight_int4pack_mm.default":
+        return _stored(args[1])
+    if name == "gemlite.forward_functional.default":
+        return _stored(args[2][0])  # the codes; scales and zeros follow
+    if name in ("humming.launch_kernel.default", "humming.launch_kernel.out"):
+        return _stored(args[2])
+    return None
+
+
+def _stored(weight: Any) -> Tensor | None:
+    """A plain weight itself, or the largest tensor that a quantised one wraps; `None` if there is no such thing."""
+    if type(weight) in (Tensor, nn.Parameter):
+        plain: Tensor = weight
+        return plain
+    # Others may compute their weight when they are asked for it. Those that wrap tensors name them. Weights that are
+    # placed on several GPUs are left alone: nothing was measured there.
+    if not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "placements"):
+        return None
+    parts = [_stored(getattr(weight, name)) for name in weight.__tensor_flatten__()[0]]
+    return max((part for part in parts if part is not None), key=lambda part: part.nbytes, default=None)
+
+
 class _Watch(TorchFunctionMode):
     """Calls functions with the weight of each linear layer that has run, and when attention over our cache has run."""
 
@@ -46,10 +77,10 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling():
-            if func is functional.linear and len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter):
-                self._see_linear(args[1])
-            elif func is torch_ops.decode.default:
+            if func is torch_ops.decode.default:
                 self._see_attention()
+            elif (weight := _weight_of("linear" if func is functional.linear else str(func), args)) is not None:
+                self._see_linear(weight)
         return result
 
 

@@ -69,7 +69,7 @@ class Chooser:
                 return None
             shapes = " ".join(str(list(tensor.shape)) for tensor in tensors)
             what = f"{name} of {shapes} {str(tensors[0].dtype).removeprefix('torch.')}"
-            self.is_trying = True
+            was_trying, self.is_trying = self.is_trying, True  # a trial may run modules that are replaced as well
             try:
                 first = tensors if inputs is None else inputs()
                 chosen = None
@@ -82,7 +82,7 @@ class Chooser:
                     self._say(f"captured steps do not run {what} as {description}: {reason}")
                 self._choices[key] = chosen
             finally:
-                self.is_trying = False
+                self.is_trying = was_trying
         return self._choices[key]
 
     def _say(self, line: str) -> None:
