@@ -179,6 +179,7 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
         num_key_value_heads=args.kv_heads,
         head_dim=args.head_dim,
         max_position_embeddings=args.context,
+        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
         rms_norm_eps=1e-5,
         initializer_range=0.02,
         tie_word_embeddings=True,
@@ -519,6 +520,7 @@ def main() -> None:
     train.add_argument("--query-heads", type=int, default=4)
     train.add_argument("--kv-heads", type=int, default=2)
     train.add_argument("--head-dim", type=int, default=128)
+    train.add_argument("--rope-theta", type=float, default=10_000.0, help="base of the rotary positions")
     train.add_argument("--log-seconds", type=float, default=10.0)
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
