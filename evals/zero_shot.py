@@ -3,7 +3,7 @@
 Tasks, prompts and scores are those of `hf_kvquant/evaluation/tasks/offline/`, but lm-eval is not needed, whose packages
 a machine with a GPU may lack. As in lm-eval, a choice is right if its log-likelihood is the highest of its item, and a
 single continuation if each of its tokens is the most likely one. The context without its last token fills the cache,
-and the rest reads it, which one forward simulates.
+and the rest is read from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
+import torch
 import yaml
+from torch import nn
 
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.evaluation.measuring.fidelity import Chunks, Stream, route
@@ -58,7 +60,7 @@ def accuracies(
     """Accuracy by cache and task."""
     check_data(tasks, folder)
     found: dict[str, dict[str, float]] = {name: {} for name in configs}
-    with route(model, simulate=True):
+    with route(model, simulate=False):
         for task in tasks:
             items = list(items_of(task, folder, limit))
             for name, config in configs.items():
@@ -68,17 +70,23 @@ def accuracies(
 
 def is_right(model: Any, tokenizer: Any, config: KVQuantConfig, item: Item) -> bool:
     """Whether a model, inside `route`, answers an item."""
-    scores = [score(model, tokenizer, config, item.context, answer) for answer in item.answers]
+    scores = scored(model, tokenizer, config, item)
     if len(scores) == 1:
         return scores[0][1]
     return max(range(len(scores)), key=lambda index: scores[index][0]) == item.gold
 
 
-def score(model: Any, tokenizer: Any, config: KVQuantConfig, context: str, answer: str) -> tuple[float, bool]:
-    """The log-likelihood of an answer, and whether each of its tokens is the most likely one."""
-    ids = tokenizer(context + answer, return_tensors="pt").input_ids.to(model.device)
-    begin = len(tokenizer(context).input_ids)
-    stream = Stream(model, ids[:, :-1], config, Chunks(begin - 1, CHUNK, simulate=True), name="zero_shot")
-    log_probs = next(stream)[0, begin - 1 :]  # [tokens of the answer, vocab_size]
-    targets = ids[0, begin:]
-    return float(log_probs.gather(1, targets[:, None]).sum()), bool((log_probs.argmax(1) == targets).all())
+def scored(model: Any, tokenizer: Any, config: KVQuantConfig, item: Item) -> list[tuple[float, bool]]:
+    """Of each answer, the log-likelihood, and whether each of its tokens is the most likely one."""
+    rows = [tokenizer(item.context + answer, return_tensors="pt").input_ids[0] for answer in item.answers]
+    begin = len(tokenizer(item.context).input_ids)
+    # What stands behind an answer has no effect on it.
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
+    stream = Stream(model, ids[:, :-1], config, Chunks(begin - 1, CHUNK), name="zero_shot")
+    log_probs = torch.cat(list(stream), dim=1)[:, begin - 1 :]  # [answers, longest, vocab_size]
+    found = []
+    for row, each in zip(rows, log_probs, strict=True):
+        targets = row[begin:].to(model.device)
+        answer = each[: len(targets)]
+        found.append((float(answer.gather(1, targets[:, None]).sum()), bool((answer.argmax(1) == targets).all())))
+    return found

@@ -88,8 +88,9 @@ def test_zero_shot_scores(tmp_path: Path, recipes: ModuleType) -> None:
     zero_shot = importlib.import_module("zero_shot")
     model, tokenizer = models.llama(), models.tokenizer()
     config = KVQuantConfig.from_preset("none")
-    with zero_shot.route(model, simulate=True):
-        found, is_greedy = zero_shot.score(model, tokenizer, config, "The river rises in", " the mountains")
+    item = zero_shot.Item("The river rises in", [" the mountains", " the north of the country"], 0)
+    with zero_shot.route(model, simulate=False):
+        (found, is_greedy), _ = zero_shot.scored(model, tokenizer, config, item)
     ids = tokenizer("The river rises in the mountains", return_tensors="pt").input_ids
     begin = len(tokenizer("The river rises in").input_ids)
     with torch.no_grad():

@@ -341,7 +341,8 @@ def run_train(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     train_articles, validation_articles = read_articles(args.data)
     if args.articles:
-        train_articles, validation_articles = train_articles[: args.articles], validation_articles[:1]
+        held_out = max(1, round(args.articles * VALIDATION_SHARE))
+        train_articles, validation_articles = train_articles[: args.articles], validation_articles[:held_out]
     if args.wikitext_style:
         with ProcessPoolExecutor() as pool:
             train_articles += pool.map(in_wikitext_style, train_articles, chunksize=64)
@@ -508,7 +509,7 @@ def main() -> None:
     train.add_argument(
         "--wikitext-style", action="store_true", help="read every article a second time, spelled like WikiText-2"
     )
-    train.add_argument("--articles", type=int, help="use only the first ARTICLES, for a rehearsal")
+    train.add_argument("--articles", type=int, help="use only the first ARTICLES, and validate on as large a share")
     train.add_argument("--batch-rows", type=int, default=64, help="windows per step")
     train.add_argument("--learning-rate", type=float, default=5e-3, help="peak, for the matrices of the layers")
     train.add_argument("--embedding-learning-rate", type=float, default=8e-3, help="peak, for embeddings and norms")
