@@ -76,7 +76,8 @@ def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> 
     before = renderer.parts(results)
     assert [before[name] for name in names] == [renderer.NOT_MEASURED] * 2
     runs = {**results["recipes"]["runs"], "long": results["recipes"]["runs"]["plain"]}
-    measured = dict(zip(renderer.LARGER_FILES, ({"runs": runs}, results["ablation"], results["ablation_outliers"]), strict=True))
+    stand_ins = {"runs": runs}, results["ablation"], results["ablation_outliers"]
+    measured = dict(zip(renderer.LARGER_FILES, stand_ins, strict=True))
     after = renderer.parts({**results, **measured})
     assert {name for name in before if before[name] != after[name]} == set(names)
     for recipe in results["recipes"]["runs"]["plain"]["recipes"]:

@@ -349,6 +349,11 @@ def run_train(args: argparse.Namespace) -> None:
         random.Random(args.seed).shuffle(train_articles)  # windows span articles: let the two styles mix
     train_tokens = encode_articles(tokenizer, train_articles).to(device)
     validation_tokens = encode_articles(tokenizer, validation_articles).to(device)
+    if len(validation_tokens) <= args.context:
+        raise SystemExit(
+            f"train: `--context` must be below the {len(validation_tokens)} tokens held out for validation, got "
+            f"{args.context}. Use more articles."
+        )
 
     model = build_model(args, tokenizer.get_vocab_size())
     if args.init:
