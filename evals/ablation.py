@@ -22,15 +22,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from weight_recipes import WEIGHTS, quantize_weights
+from zero_shot import accuracies
 
 from hf_kvquant import KVQuantConfig, smooth_attention
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.evaluation.perplexity.segments import FIRST_CHUNK, cut
-from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS, Subject, load
-from hf_kvquant.evaluation.provenance import ROOT, card, model_name, sha256
-from hf_kvquant.evaluation.tasks.measure import measure as measure_tasks
-from hf_kvquant.evaluation.tasks.measure import ready
+from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS, load
+from hf_kvquant.evaluation.provenance import ROOT, card, gpu_card, model_name, sha256
 from hf_kvquant.state import keep
 
 # Caches by name: the config, and whether the weights are those that calibration has changed.
@@ -58,31 +57,6 @@ def perplexities(model: Any, segments: torch.Tensor, caches: dict[str, dict[str,
     return {name: math.exp(total / count) for name, total in nll.items()}
 
 
-def accuracies(
-    subject: tuple[str, Any, Any], caches: dict[str, dict[str, Any]], arguments: argparse.Namespace
-) -> dict[str, dict[str, float]]:
-    """Accuracy by cache and task."""
-    name, model, tokenizer = subject
-    configs = {"none": KVQuantConfig.from_preset("none")}
-    configs |= {cache: KVQuantConfig.resolve(config) for cache, config in caches.items() if cache != "KV16"}
-    prepared = _Prepared(name, model, tokenizer, configs)
-    names = ready(arguments.tasks, arguments.tasks_data)
-    parts = measure_tasks(prepared, names, data=arguments.tasks_data, limit=arguments.limit) or {}
-    found: dict[str, dict[str, float]] = {}
-    for (task, cache), part in parts.items():
-        values = part["items"]["acc"]
-        found.setdefault("KV16" if cache == "none" else cache, {})[task] = sum(values) / len(values)
-    return {cache: each for cache, each in found.items() if cache in caches}
-
-
-class _Prepared(Subject):
-    """A model that is as it is to be measured."""
-
-    def prepare(self) -> dict[str, Any]:
-        """Change nothing."""
-        return {"model": model_name(self.name)}
-
-
 def rows_of(
     model: Any, tokenizer: Any, segments: torch.Tensor, weights: str, is_calibrated: bool, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
@@ -92,7 +66,8 @@ def rows_of(
     with_tasks = {name: caches[name] for name in caches if name in WITH_TASKS}
     scores: dict[str, dict[str, float]] = {}
     if arguments.tasks_data is not None and with_tasks:
-        scores = accuracies((arguments.model, model, tokenizer), with_tasks, arguments)
+        configs = {name: KVQuantConfig.resolve(config) for name, config in with_tasks.items()}
+        scores = accuracies(model, tokenizer, configs, arguments.tasks, arguments.tasks_data, arguments.limit)
     return [
         {"weights": weights, "cache": name, "perplexity": value, "accuracy": scores.get(name)}
         for name, value in found.items()
@@ -124,6 +99,7 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=str(ROOT / "evals/reference_model"), metavar="FOLDER")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cuda (default: cpu)")
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="lines, joined by two newlines")
     parser.add_argument("--calibrate", required=True, type=Path, metavar="FILE", help="a text to calibrate on")
     told = (
@@ -142,13 +118,13 @@ def main() -> None:
     """Measure all rows. Print the table, and the results as one line of JSON."""
     arguments, started, console = parse(), time.perf_counter(), Console(width=140)
     torch.manual_seed(0)
-    plain, tokenizer = load(arguments.model, "float32", torch.device("cpu"))
+    plain, tokenizer = load(arguments.model, "float32", torch.device(arguments.device))
     if arguments.inject_outliers is not None:
         inject_key_outliers(plain, OUTLIER_PAIRS, arguments.inject_outliers)
     calibrated = copy.deepcopy(plain)
     smooth_attention(calibrated, tokenizer, [arguments.calibrate.read_text(encoding="utf-8")], "int4")
     text = "\n\n".join(arguments.text.read_text(encoding="utf-8").splitlines())
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0].to(plain.device)
     segments = cut(ids, plain, tokens=arguments.tokens)
     rows: list[dict[str, Any]] = []
     for weights in WEIGHTS:
@@ -161,6 +137,7 @@ def main() -> None:
     add_costs(rows)
     results = {
         **card(),
+        **(gpu_card() if plain.device.type == "cuda" else {}),
         "model": model_name(arguments.model),
         "data": arguments.text.name,
         "data_sha256": sha256(arguments.text),

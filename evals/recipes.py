@@ -10,7 +10,8 @@
     python evals/recipes.py plain.json outliers.json bias.json codes.json windows.json needles.json
 
 A record has every token's divergence; a results file has each recipe's row. A run is named after its record's file.
-With `--add`, records of other recipes add rows to the runs that there are; these rows name their own commit.
+With `--add`, records of other recipes add rows to the runs that there are; these rows name their own commit. Others
+become runs of their own.
 `render_recipes.py` makes the tables and the picture of `docs/recipes.md` from it.
 """
 
@@ -58,7 +59,10 @@ def main() -> None:
     found = {path.stem: flattened(read_record(path)) for path in args.records}
     runs = json.loads(args.output.read_text(encoding="utf-8"))["runs"] if args.add else found
     for name, run in found.items() if args.add else ():
-        add(runs[name], run, name)
+        if name in runs:
+            add(runs[name], run, name)
+        else:
+            runs[name] = run
     args.output.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,5 +1,5 @@
 """What the pages say about quantised weights beside the cache, from `evals/results/ablation.json` and its twin with
-outliers alone.
+outliers alone, and from those of a larger model.
 
 `ablation.py` measures, and `render_readme.py` puts this into the pages.
 """
@@ -24,12 +24,16 @@ def cost_table(results: dict[str, Any], with_outliers: dict[str, Any]) -> str:
     return table([*headings, ", ".join(results["tasks"])], lines)
 
 
-def caption(results: dict[str, Any], with_outliers: dict[str, Any]) -> str:
+# Of which model a results file is, by its name.
+MODELS = {"ablation": "The reference model", "ablation_larger": "The larger model"}
+
+
+def caption(results: dict[str, Any], with_outliers: dict[str, Any], name: str) -> str:
     """What was measured, on what and when."""
     return (
-        f"The reference model, {results['scored_tokens']:,} tokens of WikiText-2 in windows of {results['window']:,}, "
+        f"{MODELS[name]}, {results['scored_tokens']:,} tokens of WikiText-2 in windows of {results['window']:,}, "
         f'and {results["limit"]} items of each task. "Weights cost" is their change of perplexity with an unquantised '
         'cache, "cache adds" the change on top of that. "With outliers": the same where 3 RoPE pairs of every key head '
         f"are {with_outliers['injected_outliers']:g} times as large. Weights and activations are simulated. "
-        f"{results['date'][:10]}, `evals/results/ablation.json`, `ablation_outliers.json`."
+        f"{results['date'][:10]}, `evals/results/{name}.json`, `{name}_outliers.json`."
     )

@@ -49,6 +49,9 @@ FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "gener
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
 OPTIONAL_FILES += ("weights", "batching_weights")
+# Of a model whose weights are too large for the repository. Its parts say so until there are results.
+LARGER_FILES = ("recipes_larger", "ablation_larger", "ablation_larger_outliers")
+NOT_MEASURED = "Not measured yet."
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
@@ -66,7 +69,7 @@ def load(name: str) -> dict[str, Any]:
 
 def load_all() -> dict[str, dict[str, Any]]:
     """All results files, by name."""
-    present = [name for name in OPTIONAL_FILES if (RESULTS / f"{name}.json").exists()]
+    present = [name for name in (*OPTIONAL_FILES, *LARGER_FILES) if (RESULTS / f"{name}.json").exists()]
     return {name: load(name) for name in [*FILES, *present]}
 
 
@@ -101,14 +104,18 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         "recipes-needles": [render_recipes.needle_table(recipes)],
         "recipes-drift": [render_recipes.drift_table(recipes), render_recipes.drift_caption(recipes)],
     }
+    paragraphs |= {"recipes-larger": [NOT_MEASURED], "ablation-larger": [NOT_MEASURED]}
+    if "recipes_larger" in results:
+        paragraphs["recipes-larger"] = render_recipes.larger(results["recipes_larger"], recipes)
     if "chunks" in results:
         paragraphs["chunks"] = [render_chunks.chunk_table(results["chunks"]), render_chunks.caption(results["chunks"])]
     if "batching" in results:
         batching = results["batching"]
         paragraphs["batching"] = [render_batching.throughput_table(batching), render_batching.caption(batching)]
-    if "ablation" in results:
-        ablation = results["ablation"], results["ablation_outliers"]
-        paragraphs["ablation"] = [render_ablation.cost_table(*ablation), render_ablation.caption(*ablation)]
+    for part, name in (("ablation", "ablation"), ("ablation-larger", "ablation_larger")):
+        if name in results:
+            ablation = results[name], results[f"{name}_outliers"]
+            paragraphs[part] = [render_ablation.cost_table(*ablation), render_ablation.caption(*ablation, name)]
     if "weights" in results:
         weights = results["weights"]
         paragraphs["weights"] = [render_weights.step_table(weights), render_weights.caption(weights)]
@@ -129,6 +136,11 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
             render_generate.scenario_caption(scenarios),
         ]
     return {name: "\n\n".join(each) for name, each in paragraphs.items()}
+
+
+def plotted_recipes(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the picture of recipes shows."""
+    return render_recipes.plotted(results["recipes"], results.get("recipes_larger"))
 
 
 def rendered(page: str, texts: Mapping[str, str]) -> str:
@@ -371,7 +383,7 @@ def main() -> None:
     pictures.draw_presets(pictures.plotted_presets(results["fidelity"], results["decode"]), PICTURE)
     pictures.draw_decode(pictures.plotted_decode(results["decode"]), GPU_PICTURE)
     pictures.draw_generate(pictures.plotted_generate(results["generate"]), GENERATE_PICTURE)
-    draw_recipes(RECIPES_PICTURE, render_recipes.plotted(results["recipes"]))
+    draw_recipes(RECIPES_PICTURE, plotted_recipes(results))
     texts = parts(results)
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8"), texts), encoding="utf-8")

@@ -48,7 +48,7 @@ def test_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
     results = renderer.load_all()
     assert described(renderer.PICTURE) == renderer.pictures.plotted_presets(results["fidelity"], results["decode"])
     assert described(renderer.GPU_PICTURE) == renderer.pictures.plotted_decode(results["decode"])
-    assert described(renderer.RECIPES_PICTURE) == renderer.render_recipes.plotted(results["recipes"])
+    assert described(renderer.RECIPES_PICTURE) == renderer.plotted_recipes(results)
     assert described(renderer.GENERATE_PICTURE) == renderer.pictures.plotted_generate(results["generate"])
 
 
@@ -67,6 +67,24 @@ def test_a_result_that_changes_changes_the_pages(renderer: ModuleType) -> None:
     after = renderer.parts(results)
     assert {name for name in before if before[name] != after[name]} == {"summary", "quality"}
     assert "+100.00%" in after["summary"]
+
+
+def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> None:
+    """The reference model's results stand in for it: no numbers are shown without results, all recipes with them."""
+    names = ("recipes-larger", "ablation-larger")
+    results = {name: found for name, found in renderer.load_all().items() if name not in renderer.LARGER_FILES}
+    before = renderer.parts(results)
+    assert [before[name] for name in names] == [renderer.NOT_MEASURED] * 2
+    runs = {**results["recipes"]["runs"], "long": results["recipes"]["runs"]["plain"]}
+    stand_ins = {"runs": runs}, results["ablation"], results["ablation_outliers"]
+    measured = dict(zip(renderer.LARGER_FILES, stand_ins, strict=True))
+    after = renderer.parts({**results, **measured})
+    assert {name for name in before if before[name] != after[name]} == set(names)
+    for recipe in results["recipes"]["runs"]["plain"]["recipes"]:
+        assert after["recipes-larger"].count(f"| `{recipe}` |") == 3  # quality, its texts, and longer ones
+    assert after["ablation-larger"].splitlines()[:-1] == before["ablation"].splitlines()[:-1]
+    shown = renderer.plotted_recipes({**results, **measured})
+    assert len(shown) == 2 * len(renderer.plotted_recipes(results))
 
 
 def test_readme_table(renderer: ModuleType) -> None:

@@ -429,7 +429,7 @@ def test_models_that_do_not_fit_are_refused() -> None:
 
 def test_the_unquantised_cache_does_not_drift(model: PreTrainedModel, text: Tensor, layers: list[Layer]) -> None:
     prompts = prompts_of(text[0], 2)
-    written = drift.write(model, prompts, 70, DynamicCache(config=model.config), seed=3)
+    (written,) = drift.write(model, prompts, 70, [DynamicCache(config=model.config)], seed=3)
     assert written.ids.shape == (2, 70) and written.kld.abs().max() < 1e-5
     # What was drawn is what the model gives for the whole text.
     whole = torch.cat([prompts, written.ids], dim=1)
@@ -437,13 +437,43 @@ def test_the_unquantised_cache_does_not_drift(model: PreTrainedModel, text: Tens
         at_once = forward(model, whole).log_softmax(-1)[:, prompts.shape[1] - 1 : -1]
     expected = -at_once.gather(-1, written.ids.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(written.nll, expected, atol=1e-3, rtol=1e-3)
-    again = drift.write(model, prompts, 70, DynamicCache(config=model.config), seed=3)
+    (again,) = drift.write(model, prompts, 70, [DynamicCache(config=model.config)], seed=3)
     assert torch.equal(again.ids, written.ids)
     recipe = RECIPES["naive-2"]
     quantizers = fitting(layers, {"naive-2": recipe}, True)["naive-2"]
-    coarse = drift.write(model, prompts, 70, recipe_cache(model, recipe, quantizers), seed=3)
+    (coarse,) = drift.write(model, prompts, 70, [recipe_cache(model, recipe, quantizers)], seed=3)
     assert coarse.kld[:, 0].abs().max() < 1e-5  # the prompt is read dense
     assert coarse.kld[:, 1:].mean() > 0.1
+
+
+def test_recipes_that_write_together_write_what_they_write_alone(
+    model: PreTrainedModel, text: Tensor, layers: list[Layer]
+) -> None:
+    """Up to the order of sums: blocks that fill up, dense windows and the unquantised cache share a batch."""
+    prompts = prompts_of(text[0], 2)
+    names = [None, "int8", "kvarn-k4v4", "oscar-2"]
+    recipes = {name: RECIPES[name].with_dense(0, 8) for name in names if name is not None}
+    quantizers = fitting(layers, recipes, True)
+
+    def cache(name: str | None) -> DynamicCache:
+        found = DynamicCache(config=model.config)
+        return found if name is None else recipe_cache(model, recipes[name], quantizers[name])
+
+    together = drift.write(model, prompts, 140, [cache(name) for name in names], seed=3)
+    for name, each in zip(names, together, strict=True):
+        (alone,) = drift.write(model, prompts, 140, [cache(name)], seed=3)
+        # A sum in another order can draw another token, after which the texts differ.
+        same = (alone.ids == each.ids).long().cumprod(1).bool()
+        assert same[:, :20].all() and same.float().mean() > 0.5, name
+        torch.testing.assert_close(each.nll[same], alone.nll[same], atol=2e-2, rtol=2e-2)
+    assert together[0].kld.abs().max() < 1e-5 < together[3].kld[:, 20:].mean()
+
+
+def test_tokens_are_those_of_multinomial() -> None:
+    log_probs = torch.randn(3, 50).log_softmax(-1)
+    drawn = [drift._drawn(log_probs, 1, torch.Generator().manual_seed(1)) for _ in range(2)]
+    expected = torch.multinomial(log_probs.exp(), 1, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(drawn[0], expected) and torch.equal(drawn[1], expected)
 
 
 def test_drift_is_told_by_length() -> None:

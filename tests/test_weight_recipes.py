@@ -1,4 +1,4 @@
-"""The simulated weights of `evals/ablation.py`, against plain restatements, and the table that they are for."""
+"""The simulated weights of `evals/ablation.py`, against plain restatements, its zero-shot scores, and its table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from types import ModuleType
 import models
 import pytest
 import torch
+
+from hf_kvquant import KVQuantConfig
 
 EVALS = Path(__file__).resolve().parents[1] / "evals"
 
@@ -79,6 +81,31 @@ def test_the_command(tmp_path: Path, recipes: ModuleType, monkeypatch: pytest.Mo
     w4a8 = {row["cache"]: row for row in rows if row["weights"] == "W4A8"}
     assert w4a8["KV16"]["cache_adds"] == 0
     assert w4a8["KV8"]["weights_cost"] == w4a8["KV16"]["perplexity"] / first["perplexity"] - 1
+
+
+def test_zero_shot_scores(tmp_path: Path, recipes: ModuleType) -> None:
+    """Sums of log-likelihoods of answers, read through the cache; a single answer must be the greedy one."""
+    zero_shot = importlib.import_module("zero_shot")
+    model, tokenizer = models.llama(), models.tokenizer()
+    config = KVQuantConfig.from_preset("none")
+    item = zero_shot.Item("The river rises in", [" the mountains", " the north of the country"], 0)
+    with zero_shot.route(model, simulate=False):
+        (found, is_greedy), _ = zero_shot.scored(model, tokenizer, config, item)
+    ids = tokenizer("The river rises in the mountains", return_tensors="pt").input_ids
+    begin = len(tokenizer("The river rises in").input_ids)
+    with torch.no_grad():
+        log_probs = model(ids).logits[0, begin - 1 : -1].log_softmax(-1)
+    expected = log_probs.gather(1, ids[0, begin:, None])
+    assert found == pytest.approx(float(expected.sum()), abs=1e-3)
+    assert is_greedy == bool((log_probs.argmax(1) == ids[0, begin:]).all())
+    line = {"query": "Question: where? ", "choices": ["here", "there"], "gold": 1}
+    (tmp_path / "arc_easy.jsonl").write_text(f"{json.dumps(line)}\n\n{json.dumps(line)}\n", encoding="utf-8")
+    items = list(zero_shot.items_of("arc_easy", str(tmp_path), 5))
+    assert items == [zero_shot.Item("Question: where?\nAnswer:", [" here", " there"], 1)] * 2
+    scores = zero_shot.accuracies(model, tokenizer, {"KV16": config}, ["arc_easy"], str(tmp_path), 1)
+    assert scores["KV16"]["arc_easy"] in (0, 1)
+    with pytest.raises(SystemExit, match="must be contexts with answers, got winogrande"):
+        list(zero_shot.items_of("winogrande", str(tmp_path), 1))
 
 
 def _cut(ids: torch.Tensor) -> object:

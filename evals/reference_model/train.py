@@ -179,6 +179,7 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
         num_key_value_heads=args.kv_heads,
         head_dim=args.head_dim,
         max_position_embeddings=args.context,
+        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
         rms_norm_eps=1e-5,
         initializer_range=0.02,
         tie_word_embeddings=True,
@@ -340,13 +341,19 @@ def run_train(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     train_articles, validation_articles = read_articles(args.data)
     if args.articles:
-        train_articles, validation_articles = train_articles[: args.articles], validation_articles[:1]
+        held_out = max(1, round(args.articles * VALIDATION_SHARE))
+        train_articles, validation_articles = train_articles[: args.articles], validation_articles[:held_out]
     if args.wikitext_style:
         with ProcessPoolExecutor() as pool:
             train_articles += pool.map(in_wikitext_style, train_articles, chunksize=64)
         random.Random(args.seed).shuffle(train_articles)  # windows span articles: let the two styles mix
     train_tokens = encode_articles(tokenizer, train_articles).to(device)
     validation_tokens = encode_articles(tokenizer, validation_articles).to(device)
+    if len(validation_tokens) <= args.context:
+        raise SystemExit(
+            f"train: `--context` must be below the {len(validation_tokens)} tokens held out for validation, got "
+            f"{args.context}. Use more articles."
+        )
 
     model = build_model(args, tokenizer.get_vocab_size())
     if args.init:
@@ -507,7 +514,7 @@ def main() -> None:
     train.add_argument(
         "--wikitext-style", action="store_true", help="read every article a second time, spelled like WikiText-2"
     )
-    train.add_argument("--articles", type=int, help="use only the first ARTICLES, for a rehearsal")
+    train.add_argument("--articles", type=int, help="use only the first ARTICLES, and validate on as large a share")
     train.add_argument("--batch-rows", type=int, default=64, help="windows per step")
     train.add_argument("--learning-rate", type=float, default=5e-3, help="peak, for the matrices of the layers")
     train.add_argument("--embedding-learning-rate", type=float, default=8e-3, help="peak, for embeddings and norms")
@@ -519,6 +526,7 @@ def main() -> None:
     train.add_argument("--query-heads", type=int, default=4)
     train.add_argument("--kv-heads", type=int, default=2)
     train.add_argument("--head-dim", type=int, default=128)
+    train.add_argument("--rope-theta", type=float, default=10_000.0, help="base of the rotary positions")
     train.add_argument("--log-seconds", type=float, default=10.0)
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--no-compile", dest="compile", action="store_false", help="skip torch.compile")

@@ -49,6 +49,8 @@ def add_recipes(evaluations: Any) -> None:
         help="tokens of each text that the model writes (default: 512)",
     )
     add("--drift-prompts", type=int, default=8, metavar="N", help="texts that it writes (default: 8)")
+    together = "recipes that write in one batch (default: 1); more are faster on a GPU, and need more memory"
+    add("--drift-together", type=int, default=1, metavar="N", help=together)
     add("--needles", type=int, default=8, metavar="N", help="long prompts with a hidden number (default: 8; 0: none)")
     add("--seed", type=int, default=0, metavar="N", help="seed of its texts (default: 0)")
     arguments.add_preparation(parser)
@@ -60,7 +62,7 @@ def add_recipes(evaluations: Any) -> None:
 def run_recipes(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval recipes`."""
     recipes = checked_recipes(args.recipes, args.dense)
-    arguments.check_counts(args, "window", "tokens", "context", "drift_prompts")
+    arguments.check_counts(args, "window", "tokens", "context", "drift_prompts", "drift_together")
     for option in ("drift", "needles"):
         if getattr(args, option) < 0:
             raise UsageError(f"`--{option}` must be at least 0, got {getattr(args, option)}.")

@@ -51,18 +51,41 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add tokens, and return what attention sees. The first tokens of a cache see themselves as they come."""
-        before = self.tokens
         held = super().update(key_states, value_states, *args, **kwargs)
-        self.tokens += key_states.shape[2]
+        return self.settled(held, (key_states, value_states))
+
+    def settled(self, held: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Give codes, in place, to what gets them with new tokens, the last of those held. Returns as `update` does."""
+        before = self.tokens
+        self.tokens += new[0].shape[2]
         for (storage, quantize), x in zip(self.sides, held, strict=True):
             begin, end = storage.coded_end(before), storage.coded_end(self.tokens)
             if end > begin:
                 x[:, :, begin:end] = quantize(x[:, :, begin:end].float(), begin).to(x.dtype)
-        return held if before else (key_states, value_states)
+        return held if before else new
 
     def crop(self, max_length: int) -> None:
         """Refuse: tokens with codes are not kept dense."""
         raise NotImplementedError("recipes: `crop` must not be called, got a crop. Use sampling without assistants.")
+
+
+class JointLayer(DynamicLayer):
+    """One layer of several caches that grow together, each with as many rows of the batch, one after the other."""
+
+    def __init__(self, layers: Sequence[DynamicLayer]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layers = layers
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add tokens to all caches, and return what attention sees."""
+        new = key_states, value_states
+        held = super().update(*new, *args, **kwargs)
+        is_first = held[0].shape[2] == key_states.shape[2]
+        count = len(self.layers)
+        for layer, *parts in zip(self.layers, *(x.chunk(count) for x in (*held, *new)), strict=True):
+            if isinstance(layer, GrowingLayer):
+                layer.settled((parts[0], parts[1]), (parts[2], parts[3]))
+        return new if is_first else held
 
 
 class TextLayer(DynamicLayer, SimulatingLayer):
@@ -110,6 +133,15 @@ class TextLayer(DynamicLayer, SimulatingLayer):
 def recipe_cache(model: PreTrainedModel, recipe: Recipe, quantizers: Quantizers) -> DynamicCache:
     """An empty growing cache."""
     return _cache(model, lambda index: GrowingLayer((recipe.key, recipe.value), quantizers[index]))
+
+
+def joint_cache(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """One cache for several empty ones, which are growing ones or transformers' own."""
+    if len(caches) == 1:
+        return caches[0]
+    joint = DynamicCache()
+    joint.layers = [JointLayer(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
+    return joint
 
 
 def text_cache(model: PreTrainedModel, recipe: Recipe, quantizers: Quantizers) -> DynamicCache:

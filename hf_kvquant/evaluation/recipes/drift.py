@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ...models.probing import forward
 from ..measuring.fidelity import surprise
 from ..paired import mean_and_error
+from .cache import joint_cache
 
 SCORED_TOGETHER = 64  # tokens that the unquantised cache reads at a time
 FIRST_BUCKET = 128  # tokens of the first bucket of lengths; each later one is as long as all before it
@@ -41,13 +42,18 @@ def write(
     model: PreTrainedModel,
     prompts: Tensor,
     tokens: int,
-    cache: Cache,
+    caches: Sequence[DynamicCache],
     *,
     seed: int = 0,
     on_token: Callable[[], Any] = lambda: None,
-) -> Drift:
-    """Let a model continue prompts, `[texts, tokens]` int64, with a cache that is empty, and score what it writes."""
+) -> list[Drift]:
+    """Let a model continue prompts, `[texts, tokens]` int64, with each of some empty caches, and score what it writes.
+
+    All caches write in one batch, from the same random numbers.
+    """
     generator = torch.Generator(model.device).manual_seed(seed)
+    count, cache = len(caches), joint_cache(caches)
+    prompts = prompts.repeat(count, 1)
     reader = _Reader(model, prompts)
     written: list[Tensor] = []
     pending: list[Tensor] = []
@@ -55,7 +61,7 @@ def write(
     log_probs = _newest(model, prompts, cache)
     for step in range(tokens):
         pending.append(log_probs)
-        written.append(torch.multinomial(log_probs.exp(), 1, generator=generator))
+        written.append(_drawn(log_probs, count, generator))
         is_last = step + 1 == tokens
         if is_last or len(pending) == SCORED_TOGETHER:
             scores.append(reader.score(torch.cat(written[-len(pending) :], dim=1), torch.stack(pending, dim=1)))
@@ -64,7 +70,19 @@ def write(
             log_probs = _newest(model, written[-1], cache)
         on_token()
     kld, nll = (torch.cat(each, dim=1) for each in zip(*scores, strict=True))
-    return Drift(torch.cat(written, dim=1).cpu(), kld, nll)
+    found = torch.cat(written, dim=1).cpu(), kld, nll
+    return [Drift(*parts) for parts in zip(*(each.chunk(count) for each in found), strict=True)]
+
+
+def _drawn(log_probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """A token for each row, `[rows, 1]` int64. Each of `count` equal parts of the rows gets the same random numbers.
+
+    The same tokens as `torch.multinomial` draws for one part.
+    """
+    probs = log_probs.exp().unflatten(0, (count, -1))  # [count, texts, vocab_size]
+    noise = torch.empty_like(probs[0]).exponential_(generator=generator)
+    drawn: Tensor = (probs / noise).argmax(-1)
+    return drawn.view(-1, 1)
 
 
 def _newest(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:

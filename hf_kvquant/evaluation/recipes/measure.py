@@ -41,6 +41,7 @@ class Options:
     context: int = 32768  # at which bits are counted, besides those of the windows
     drift: int = 512
     drift_prompts: int = 8
+    drift_together: int = 1  # recipes that write in one batch
     needles: int = 8
     seed: int = 0
 
@@ -95,6 +96,7 @@ def measure(
         "context": options.context,
         "drift_tokens": options.drift,
         "drift_prompts": options.drift_prompts,
+        "drift_together": options.drift_together,
         "needle_prompts": options.needles,
         "seed": options.seed,
         "recipes": {name: recipe.to_dict() for name, recipe in recipes.items()},
@@ -191,16 +193,20 @@ def fill(
             ids = plan.segments.ids[index : index + 1]
             found = quality.compare(model, ids, recipes, quantizers, lambda: tell(1))
             record.put(f"window {plan.segments.begins[index]}", found)
-        for name in writers:
-            tell(doing=f"texts of {name}")
-            recipe = recipes.get(name)
-            cache = (
-                DynamicCache(config=model.config) if recipe is None else recipe_cache(model, recipe, quantizers[name])
-            )
+        together = plan.options.drift_together
+        for names in (writers[begin : begin + together] for begin in range(0, len(writers), together)):
+            tell(doing=f"texts of {', '.join(names)}")
+            caches = [
+                recipe_cache(model, recipes[name], quantizers[name])
+                if name in recipes
+                else DynamicCache(config=model.config)
+                for name in names
+            ]
             seed = plan.options.seed
-            written = drift.write(model, plan.prompts, plan.options.drift, cache, seed=seed, on_token=lambda: tell(0))
-            record.put(f"drift {name}", drift.to_part(written))
-            tell(1)
+            written = drift.write(model, plan.prompts, plan.options.drift, caches, seed=seed, on_token=lambda: tell(0))
+            for name, each in zip(names, written, strict=True):
+                record.put(f"drift {name}", drift.to_part(each))
+                tell(1)
         if asked:
             tell(doing="needles")
             record.put("needles", needles.score(model, asked, recipes, quantizers, lambda: tell(1)))
