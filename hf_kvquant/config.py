@@ -173,12 +173,14 @@ class KVQuantConfig(Formats):
         - `preset`: a name from `PRESETS`.
         - `key`, `value`: a storage type's name or a dictionary of `KVFormat` fields; overrides that side of the preset.
         - `transforms`: a list of names; by default they follow from the keys.
-        - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; 0 by default.
+        - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; by default those
+          of the preset, which are 0 for most.
         - `layers`: from layer index to a preset's name or a dictionary with `preset`, `key`, `value`, `transforms`,
-          `sink_length`, `residual_length`. The last two default to those of the other layers if the layer is quantised.
+          `sink_length`, `residual_length`. The last two default to those given for all layers if the layer is
+          quantised, else to those of its preset.
         - `sliding`, `static`, `max_cache_len`, `capture`, `offloading`: as the attributes.
         - `backend`: must be ours; ignored.
-        - `nbits` (8 or 4) and `q_group_size` (channels per scale): transformers' spellings, for both sides.
+        - `nbits` (8, 4, 3 or 2) and `q_group_size` (channels per scale): transformers' spellings, for both sides.
 
         Raises:
             TypeError: `data` is not a dictionary, or a value is of the wrong type.
@@ -207,7 +209,7 @@ class KVQuantConfig(Formats):
             raise ValueError(
                 f"KVQuantConfig: `layers` must name a layer once, got {list(layers)}. Keep one of 0 and '0'."
             )
-        windows = {name: getattr(formats, name) for name in WINDOWS}
+        windows = {name: data[name] for name in WINDOWS if data.get(name) is not None}
         return cls(
             **{field.name: getattr(formats, field.name) for field in dataclasses.fields(formats)},
             layers={

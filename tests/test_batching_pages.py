@@ -196,14 +196,13 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
 def ours_and_theirs() -> list[tuple[Any, Any]]:
     """Of each class that we derive from, our object and theirs."""
     settings = ContinuousBatchingConfig(page_size=128, num_blocks=4, max_batch_tokens=64)
-    managers = []
+    managers, processors = [], []
     with patched(models.llama(), "int8") as model:
         managers.append(model.init_continuous_batching(continuous_batching_config=settings))
-        managers[0].batch_processor = managers[0]._create_batch_processor()
+        processors.append(managers[0]._create_batch_processor())
         managers[0].destroy()
     managers.append(models.llama().init_continuous_batching(continuous_batching_config=settings))
-    managers[1].batch_processor = managers[1]._create_batch_processor()
-    processors = [manager.batch_processor for manager in managers]
+    processors.append(managers[1]._create_batch_processor())
     runners = [processor.model_runner for processor in processors]
     caches = [processor.cache for processor in processors]
     allocators = [cache.cache_allocators["full_attention"] for cache in caches]

@@ -11,10 +11,12 @@ from transformers import GenerationConfig
 
 from hf_kvquant import PRESETS, KVFormat, KVQuantConfig, LayerFormats
 from hf_kvquant.config import DEFAULT_PRESET, TRANSFORMS
+from hf_kvquant.presets import preset_formats
 from hf_kvquant.spec.codes import INTEGER_BITS, STORAGE_IDS
 
 INT8 = KVFormat("int8")
 INT4 = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
+INT2 = KVFormat("int2", symmetric=False, clip_ratio=3 / 4)
 INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
 INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=128)
 FP8 = KVFormat("fp8")
@@ -36,26 +38,48 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize(
-    ("preset", "key", "value"),
+    ("preset", "key", "value", "windows"),
     [
-        ("none", NONE, NONE),
-        ("int8", INT8, INT8),
-        ("k8v4", INT8, INT4),
-        ("int4", INT4, INT4),
-        ("int4-g32", INT4_G32, INT4_G32),
-        ("int4-channel", INT4_CHANNEL, INT4),
-        ("fp8", FP8, FP8),
+        ("none", NONE, NONE, (0, 0)),
+        ("int8", INT8, INT8, (0, 0)),
+        ("k8v4", INT8, INT4, (0, 0)),
+        ("int4", INT4, INT4, (0, 0)),
+        ("int4-g32", INT4_G32, INT4_G32, (0, 0)),
+        ("int4-channel", INT4_CHANNEL, INT4, (0, 0)),
+        ("k4v2", INT4, INT2, (4, 128)),
+        ("int2", INT2, INT2, (4, 128)),
+        ("fp8", FP8, FP8, (0, 0)),
     ],
 )
-def test_presets(preset: str, key: KVFormat, value: KVFormat) -> None:
+def test_presets(preset: str, key: KVFormat, value: KVFormat, windows: tuple[int, int]) -> None:
     config = KVQuantConfig.from_preset(preset)
     assert (config.key, config.value) == (key, value) == PRESETS[preset]
-    assert config.formats(0) == config.formats(99) == LayerFormats(key, value)
+    formats = LayerFormats(key, value, sink_length=windows[0], residual_length=windows[1])
+    assert config.formats(0) == config.formats(99) == formats == preset_formats(preset)
     assert config == KVQuantConfig.resolve(preset) == KVQuantConfig.resolve({"preset": preset})
 
 
 def test_presets_are_all_tested() -> None:
-    assert list(PRESETS) == ["none", "int8", "k8v4", "int4", "int4-g32", "int4-channel", "fp8"]
+    assert list(PRESETS) == ["none", "int8", "k8v4", "int4", "int4-g32", "int4-channel", "k4v2", "int2", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("data", "windows"),
+    [
+        ({"preset": "int2"}, {0: (4, 128), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
+        ({"preset": "int2", "sink_length": 0}, {0: (0, 128), 1: (0, 0), 2: (0, 128), 3: (2, 128)}),
+        ({"preset": "int2", "residual_length": 0}, {0: (4, 0), 1: (0, 0), 2: (4, 0), 3: (2, 0)}),
+        ({"preset": "int8"}, {0: (0, 0), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
+        ({"preset": "int8", "residual_length": 9}, {0: (0, 9), 1: (0, 9), 2: (4, 9), 3: (2, 9)}),
+    ],
+)
+def test_windows_of_presets(data: dict[str, Any], windows: dict[int, tuple[int, int]]) -> None:
+    """What is given for a layer goes before what is given for all, and this before a layer's preset."""
+    layers = {1: "int4", 2: "k4v2", 3: {"preset": "int2", "sink_length": 2}}
+    config = KVQuantConfig.from_dict({**data, "layers": layers})
+    formats = {index: config.formats(index) for index in windows}
+    assert {i: (each.sink_length, each.residual_length) for i, each in formats.items()} == windows
+    assert KVQuantConfig.from_dict(config.to_dict()) == config
 
 
 def test_the_default_is_the_default_preset() -> None:

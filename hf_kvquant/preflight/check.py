@@ -240,7 +240,9 @@ class _Check:
             return next(iter(self.rungs.values()))
         [(most, _)] = Counter(layers.values()).most_common(1)
         others = {index: formats for index, formats in layers.items() if formats != most}
-        return KVQuantConfig(key=most.key, value=most.value, transforms=most.transforms, layers=others)
+        return KVQuantConfig(
+            **{field.name: getattr(most, field.name) for field in dataclasses.fields(most)}, layers=others
+        )
 
     def _usable(self, index: int) -> list[LayerFormats]:
         """The presets' formats that fit a layer's head_dim."""

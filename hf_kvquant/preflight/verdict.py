@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..common.tables import plain, table_of
 from ..config import PRESETS, KVQuantConfig, LayerFormats
+from ..presets import preset_formats
 from .signals import SHAPES, Finding, KeySignals
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,9 @@ class Preflight:
     def spelled(self) -> str:
         """The config as a user would write it: a preset's name, or a dictionary."""
         config = self.config
-        most = typed_of(LayerFormats(config.key, config.value, config.transforms))
+        most = typed_of(
+            LayerFormats(config.key, config.value, config.transforms, config.sink_length, config.residual_length)
+        )
         layers = {index: typed_of(formats) for index, formats in config.layers.items()}
         typed = {**({"preset": most} if isinstance(most, str) else most), **({"layers": layers} if layers else {})}
         if KVQuantConfig.from_dict(typed) != config:
@@ -203,18 +206,20 @@ def cells(layer: LayerCheck) -> tuple[str, str, str]:
 
 def name_of(formats: LayerFormats) -> str:
     """The preset of a layer's formats, with the transforms if they are not the preset's; else a description."""
-    for name, sides in PRESETS.items():
-        if (formats.key, formats.value) == sides:
-            if formats == LayerFormats(*sides):
-                return name
+    for name in PRESETS:
+        of_preset = preset_formats(name)
+        if formats == of_preset:
+            return name
+        if _but_transforms(formats) == _but_transforms(of_preset):
             return f"{name} ({'+'.join(formats.transforms) or 'no transforms'})"
     return formats.describe()
+
+
+def _but_transforms(formats: LayerFormats) -> tuple[Any, ...]:
+    return formats.key, formats.value, formats.sink_length, formats.residual_length
 
 
 def typed_of(formats: LayerFormats) -> str | dict[str, Any]:
     """A layer's formats as a user would write them in a config: a preset's name, or a dictionary."""
     name = name_of(formats)
-    if name in PRESETS:
-        return name
-    key, value = formats.key.to_dict(), formats.value.to_dict()
-    return {"key": key, "value": value, "transforms": list(formats.transforms)}
+    return name if name in PRESETS else formats.sides_to_dict()

@@ -84,7 +84,7 @@ class PageLayout:
         for name, length in layout.windows.items():
             if length:
                 raise ValueError(
-                    f"PageLayout: `{name}` must be 0, got {length}: pages hold no dense tokens. Leave it out of the "
+                    f"PageLayout: `{name}` must be 0, got {length}: pages hold no dense tokens. Set it to 0 in the "
                     "config."
                 )
         for name, kv_format, head_dim in zip(("key", "value"), layout.formats, self.head_dims, strict=True):
