@@ -67,6 +67,8 @@ SYSTEMS: dict[str, System] = {
     "int4-static": functools.partial(ours, preset="int4"),
     "int8-capture": functools.partial(ours, preset="int8", capture=True),
     "int4-capture": functools.partial(ours, preset="int4", capture=True),
+    "k4v2-capture": functools.partial(ours, preset="k4v2", capture=True),
+    "int2-capture": functools.partial(ours, preset="int2", capture=True),
 }
 
 
