@@ -19,7 +19,8 @@ Method:
 - Codes are random bytes under scales that give values of order one. The result is checked against `reference.py` on
   the first and the last sequence; a wrong one ends the run.
 - Some cases are also measured over pages, which lie in memory in random order, with a split plan, as in continuous
-  batching. One plan serves all layers of a step, so its time is not that of the layer: it is a figure of its own.
+  batching, and padded batches with a split plan. One plan serves all layers of a step, so its time is not that of the
+  layer: it is a figure of its own.
 
 `decode_cases.py` has the shapes and the goals that `checks` compares with, `gpu_timing.py` times, `decode_peers.py` has
 the peers, and `render_readme.py` puts tables and pictures into the README and the pages of `docs/`.
@@ -118,6 +119,7 @@ def check(
     sides: tuple[Planes, Planes],
     formats: tuple[KVFormat, KVFormat],
     lengths: list[int],
+    padding: list[int],
     transform: KeyTransform,
 ) -> tuple[float, float]:
     """The error of one sequence relative to its largest value, and its bound: twice PyTorch's own plus a rounding.
@@ -129,20 +131,21 @@ def check(
         query: `[batch, num_q_heads, 1, head_dim]`.
         sides: Planes of keys and of values.
         formats: Their formats.
-        lengths: Tokens held by each sequence.
+        lengths: Tokens held by each sequence, padding left out.
+        padding: Padding before these.
         transform: The key transform. PyTorch gets transformed keys and queries.
     """
     found: list[tuple[float, float]] = []
     softmax_scale = query.shape[-1] ** -0.5
     for i in {0, len(lengths) - 1}:
-        length = lengths[i]
-        held = torch.tensor([length], dtype=torch.int32, device=query.device)
+        total = lengths[i] + padding[i]
+        held = torch.tensor([lengths[i]], dtype=torch.int32, device=query.device)
         key, value = (
             reference.dequantize(
-                planes.map(lambda plane, i=i: plane[i : i + 1]).narrow(length, kv_format.block_size),  # type: ignore[misc]
+                planes.map(lambda plane, i=i: plane[i : i + 1]).narrow(total, kv_format.block_size),  # type: ignore[misc]
                 kv_format,
-                lengths=held,
-            )
+                lengths=held + padding[i],
+            )[:, :, padding[i] :]
             for planes, kv_format in zip(sides, formats, strict=True)
         )
         row, own = query[i : i + 1], out[i : i + 1].float()
@@ -162,7 +165,16 @@ def check(
     return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
-def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replays: int) -> tuple[list[Timing], float]:
+def bounds_of(shape: Shape, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+    """`lengths` and `starts` of the ops."""
+    padding = shape.padding(tokens)
+    lengths, starts = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (tokens, padding))
+    return lengths + starts, starts if shape.is_padded else None
+
+
+def time_preset(
+    shape: Shape, preset: str, wanted: list[tuple[str, ...]], replays: int, split_plan: Tensor | None = None
+) -> tuple[list[Timing], float]:
     """Times of the whole op, and its largest error relative to the largest value of the output.
 
     Args:
@@ -170,6 +182,7 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
         preset: A name of `PRESETS`.
         wanted: Tuples of names of transforms; each tuple is timed.
         replays: Replays of a graph.
+        split_plan: See `ops.split_plan`.
 
     Raises:
         SystemExit: The result is not that of the reference.
@@ -177,7 +190,7 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
     formats = PRESETS[preset]
     num_sets = sets_needed(bytes_held(shape, formats))
     tokens = lengths_held(shape, formats)
-    lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+    lengths, starts = bounds_of(shape, tokens)
     sets = [(random_planes(shape, formats[0]), random_planes(shape, formats[1])) for _ in range(num_sets)]
     counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
@@ -197,13 +210,16 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
             KVLayout(*formats),
             softmax_scale=shape.head_dim**-0.5,
             counters=counters[i],
+            starts=starts,
+            split_plan=split_plan,
             key_transform=transforms[names][i],
         )
         return out
 
     timings, errors = [], []
     for names in wanted:
-        error, bound = check(run(0, names), query, sets[0], formats, tokens, transforms[names][0])
+        out, padding = run(0, names), shape.padding(tokens)
+        error, bound = check(out, query, sets[0], formats, tokens, padding, transforms[names][0])
         if not error <= bound:
             raise SystemExit(
                 f"bench_decode: {shape.describe()}, {preset}: relative error {error:.2e} exceeds its bound {bound:.2e}."
@@ -252,7 +268,7 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
         reference.gather_pages(planes, token_pages, tail_pages, kv_format.block_size)
         for planes, kv_format in zip(sets[0], formats, strict=True)
     ]
-    error, bound = check(out, query, (gathered[0], gathered[1]), formats, tokens, transforms[0])
+    error, bound = check(out, query, (gathered[0], gathered[1]), formats, tokens, [0] * shape.batch, transforms[0])
     if not error <= bound:
         raise SystemExit(
             f"bench_decode: {shape.describe()}, {preset}, pages: relative error {error:.2e} exceeds its bound "
@@ -260,6 +276,22 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
         )
     planning = time_calls(lambda _: ops.split_plan(lengths, num_slots), num_sets, replays)
     return time_calls(run, num_sets, replays), planning, error
+
+
+def time_planned(shape: Shape, preset: str, names: tuple[str, ...], replays: int) -> tuple[Timing, Timing, float]:
+    """Times of the whole op with a split plan and of the plan, and the op's error relative to its largest value.
+
+    Raises:
+        SystemExit: The result is not that of the reference.
+    """
+    formats = PRESETS[preset]
+    lengths, starts = bounds_of(shape, lengths_held(shape, formats))
+    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
+    plan = ops.split_plan(lengths, num_slots, starts)
+    timings, error = time_preset(shape, preset, [names], replays, plan)
+    num_sets = sets_needed(bytes_held(shape, formats))
+    planning = time_calls(lambda _: ops.split_plan(lengths, num_slots, starts), num_sets, replays)
+    return timings[0], planning, error
 
 
 def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int) -> dict[str, Any]:
@@ -272,9 +304,11 @@ def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays:
     if others:
         row["plain"] = others[0]
         row["single"] = {names[0]: single for names, single in zip(singles, others[1:], strict=True)}
-    if shape in map(CASES.get, PAGED_CASES):
-        timing, planning, error = time_pages(shape, preset, without_factors(meant), replays)
-        row["pages"] = {
+    also = {"pages": time_pages} if shape in map(CASES.get, PAGED_CASES) else {}
+    also |= {"planned": time_planned} if shape.is_padded else {}
+    for name, time_it in also.items():
+        timing, planning, error = time_it(shape, preset, without_factors(meant), replays)
+        row[name] = {
             **figures(timing, bytes_held(shape, PRESETS[preset]), bandwidth),
             "relative_error": error,
             "split_plan_us": planning.median_us,
@@ -342,7 +376,7 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
 
 
 # What a row was also measured with: the key of these figures, and how tables call them.
-_ALSO = {"plain": "plain keys", "pages": "pages"}
+_ALSO = {"plain": "plain keys", "pages": "pages", "planned": "split plan"}
 
 
 def with_others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,10 @@ DEVICE = torch.device("cuda")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One step of one layer. With `is_ragged`, lengths are uniform in [1, `context`]; otherwise all are `context`."""
+    """One step of one layer. With `is_ragged`, lengths are uniform in [1, `context`]; otherwise all are `context`.
+
+    With `is_padded`, sequences are padded on the left to the longest one.
+    """
 
     batch: int
     num_q_heads: int
@@ -31,14 +34,19 @@ class Shape:
     head_dim: int
     context: int
     is_ragged: bool = False
+    is_padded: bool = False
 
     def lengths(self) -> list[int]:
-        """Tokens held by each sequence, the newest included; the same in every run."""
+        """Tokens held by each sequence, the newest included, padding left out; the same in every run."""
         if not self.is_ragged:
             return [self.context] * self.batch
         generator = torch.Generator().manual_seed(0)
         drawn: list[int] = torch.randint(1, self.context + 1, (self.batch,), generator=generator).tolist()
         return drawn
+
+    def padding(self, lengths: list[int]) -> list[int]:
+        """Padding of each sequence if so many tokens are held."""
+        return [max(lengths) - length if self.is_padded else 0 for length in lengths]
 
     @property
     def capacity(self) -> int:
@@ -48,6 +56,7 @@ class Shape:
     def describe(self) -> str:
         """The shape in words, for tables."""
         context = f"1 to {thousands(self.context)}" if self.is_ragged else thousands(self.context)
+        context += ", padded" if self.is_padded else ""
         return f"{self.batch} x {context}, {self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}"
 
 
@@ -74,6 +83,7 @@ CASES: dict[str, Shape] = {
     "64x8k-dim96": Shape(64, 32, 8, 96, 8192),
     "64x8k-dim256": Shape(64, 32, 8, 256, 8192),
     "64x16k-ragged": Shape(64, 32, 8, 128, 16384, is_ragged=True),
+    "64x16k-padded": Shape(64, 32, 8, 128, 16384, is_ragged=True, is_padded=True),  # also measured with a split plan
 }
 QUICK_CASES = ["64x8k", "1x8k", "1x1k"]
 SINGLE_CASES = ["64x8k", "16x8k", "1x8k"]  # where each transform is also timed alone
@@ -97,7 +107,12 @@ def bytes_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> int:
     key = formats[0]
     key_bytes, value_bytes = (side.bytes_per_token(shape.num_kv_heads, shape.head_dim, DTYPE) for side in formats)
     lengths = lengths_held(shape, formats)
-    num_dense = sum(length - key.tail_begin(length) for length in lengths) if key.block_size is not None else 0
+    num_dense = 0
+    if key.block_size is not None:
+        totals = [length + pads for length, pads in zip(lengths, shape.padding(lengths), strict=True)]
+        num_dense = sum(
+            min(length, total - key.tail_begin(total)) for length, total in zip(lengths, totals, strict=True)
+        )
     dense_bytes = shape.num_kv_heads * shape.head_dim * DTYPE.itemsize
     return sum(lengths) * (key_bytes + value_bytes) + num_dense * (dense_bytes - key_bytes)
 
