@@ -14,6 +14,9 @@ from .._ops import ops as torch_ops
 
 # A share of fewer tokens takes longer to combine than it saves.
 MIN_TOKENS = 256
+# How much of a batch must be padding for a step over contiguous planes to get a plan. The kernel's own cut knows only
+# the capacity, but suits a batch of nearly equal sequences. 1 turns plans off, except over pages.
+MIN_PADDING = 0.125
 MAX_SLOTS = 2**15 - 1
 # Thread blocks of the attention kernel that run on a multiprocessor at once; see planned_cut in csrc/cuda/plan/cut.cpp.
 CTAS_PER_MULTIPROCESSOR = 2
@@ -23,6 +26,17 @@ def num_slots_of(device: torch.device, num_kv_heads: int) -> int:
     """Shares that fill a GPU, for each key-value head: the argument of `split_plan`."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return CTAS_PER_MULTIPROCESSOR * multiprocessors // num_kv_heads
+
+
+def is_uneven(starts: Tensor, num_tokens: int | Tensor) -> bool:
+    """Whether sequences that end at the same token begin so far apart that a plan is worth it. Waits for the device.
+
+    Args:
+        starts: `[batch]` integers: first position of each sequence.
+        num_tokens: Where they end.
+    """
+    first = starts.min()
+    return bool((starts - first).sum() > MIN_PADDING * len(starts) * (num_tokens - first))
 
 
 def split_plan(lengths: Tensor, num_slots: int, starts: Tensor | None = None) -> Tensor:
