@@ -6,6 +6,10 @@ Physics: as in `bench_cpu_decode.py`, a step reads every key and value once, so 
 bandwidth is measured in the same run by a plain read kernel (`read_kernel.py`), over a buffer of as many bytes as the
 case reads, since small buffers read slower than large ones.
 
+What a split plan gains in padded batches, against none and against pages:
+
+    python evals/bench_decode.py --lengths 1-16384 8192-16384 --batches 64 8 --presets int8 int4
+
 Method:
 - One new token per sequence. A CUDA graph holds calls on rotating buffer sets, at least four and together four times
   the L2 cache, so a call finds none of its keys and values there. A time is the median over replays of the graph,
@@ -54,6 +58,7 @@ from decode_cases import (
     lengths_held,
     random_transform,
     thousands,
+    uneven_cases,
 )
 from decode_peers import measure_peers, peer_versions
 from gpu_timing import ReadBandwidth, Timing, figures, sets_needed, time_calls
@@ -294,7 +299,9 @@ def time_planned(shape: Shape, preset: str, names: tuple[str, ...], replays: int
     return timings[0], planning, error
 
 
-def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int) -> dict[str, Any]:
+def measure_preset(
+    shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int, *, is_paged: bool
+) -> dict[str, Any]:
     """One preset at one shape, compared with the read bandwidth for as many bytes."""
     meant = KVQuantConfig.from_preset(preset).transforms
     singles: list[tuple[str, ...]] = [(name,) for name in meant] if shape in map(CASES.get, SINGLE_CASES) else []
@@ -304,7 +311,7 @@ def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays:
     if others:
         row["plain"] = others[0]
         row["single"] = {names[0]: single for names, single in zip(singles, others[1:], strict=True)}
-    also = {"pages": time_pages} if shape in map(CASES.get, PAGED_CASES) else {}
+    also = {"pages": time_pages} if is_paged else {}
     also |= {"planned": time_planned} if shape.is_padded else {}
     for name, time_it in also.items():
         timing, planning, error = time_it(shape, preset, without_factors(meant), replays)
@@ -463,6 +470,7 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
             continue
         text = {
             "share": f"{measured:.1%}",
+            "planned": f"{measured:.1%}",
             "us": f"{measured:.2f} us",
             "times": f"{measured:.2f} times",
             "points": f"{measured:.1f} points",
@@ -478,16 +486,38 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"some of {', '.join(CASES)} (default: all)"
     )
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=range_of_lengths,
+        metavar="SHORTEST-LONGEST",
+        help="instead of cases, measure batches of such prompts, padded, with and without a split plan, and in pages",
+    )
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[64], metavar="N", help="of these sizes (default: 64)"
+    )
     presets = list(PRESETS)
     known = f"some of {', '.join(presets)} (default: all but none)"
     parser.add_argument("--presets", nargs="+", choices=presets, metavar="PRESET", help=known)
     parser.add_argument("--peers", action="store_true", help="also measure other kernels that are installed")
     parser.add_argument("--quick", action="store_true", help="fewer replays, and fewer cases and presets unless named")
     arguments = parser.parse_args(words)
+    if arguments.lengths and arguments.cases:
+        parser.error("argument --cases: not allowed with argument --lengths")
+    if min(arguments.batches) < 1:
+        parser.error(f"argument --batches: must be at least 1, got {min(arguments.batches)}")
     arguments.cases = arguments.cases or (QUICK_CASES if arguments.quick else list(CASES))
     arguments.presets = arguments.presets or (QUICK_PRESETS if arguments.quick else DEFAULT_PRESETS)
     arguments.replays = QUICK_REPLAYS if arguments.quick else REPLAYS
     return arguments
+
+
+def range_of_lengths(text: str) -> tuple[int, int]:
+    """The shortest and the longest length in `1024-16384`."""
+    shortest, _, longest = text.partition("-")
+    if not (shortest.isdecimal() and longest.isdecimal() and 1 <= int(shortest) <= int(longest)):
+        raise argparse.ArgumentTypeError(f"must be two lengths such as 1024-16384, got {text!r}")
+    return int(shortest), int(longest)
 
 
 def main() -> None:
@@ -521,8 +551,11 @@ def main() -> None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
-    for name in arguments.cases:
-        shape = CASES[name]
+    cases = {name: CASES[name] for name in arguments.cases}
+    if arguments.lengths:
+        cases = uneven_cases(arguments.batches, arguments.lengths)
+    for name, shape in cases.items():
+        is_paged = name in PAGED_CASES or bool(arguments.lengths)
         described = {**dataclasses.asdict(shape), "num_tokens": sum(shape.lengths())}
         case: dict[str, Any] = {"case": name, "shape": described, "rows": [], "peers": [], "failures": []}
         results["cases"].append(case)
@@ -530,22 +563,24 @@ def main() -> None:
             if not fits(shape, preset):
                 continue
             try:
-                case["rows"].append(measure_preset(shape, preset, bandwidth, arguments.replays))
+                row = measure_preset(shape, preset, bandwidth, arguments.replays, is_paged=is_paged)
+                case["rows"].append(row)
             except RuntimeError as error:
                 case["failures"].append(f"{preset}: {describe_error(error)}")
             torch.cuda.empty_cache()
         add_speedups(case)
         console.print(case_table(case))
         save()
-    for preset in arguments.presets:
+    for preset in [] if arguments.lengths else arguments.presets:
         if preset != "none":
             results["prompt"].append(measure_prompt(preset, arguments.replays))
             torch.cuda.empty_cache()
     results["state_loaded"] = gpu_state()
-    console.print(prompt_table(results["prompt"]))
+    if results["prompt"]:
+        console.print(prompt_table(results["prompt"]))
     save()
     for case in results["cases"] if arguments.peers else []:
-        peers, failures = measure_peers(CASES[case["case"]], bandwidth, arguments.replays)
+        peers, failures = measure_peers(cases[case["case"]], bandwidth, arguments.replays)
         case["peers"] += peers
         case["failures"] += failures
         add_speedups(case)
@@ -553,7 +588,8 @@ def main() -> None:
         save()
     results["state_after"] = gpu_state()
     save()
-    console.print(checks_table(results["checks"]))
+    if not arguments.lengths:
+        console.print(checks_table(results["checks"]))
     console.print(f"{results['wall_s']:.0f} s", highlight=False)
     print(json.dumps(results))
 

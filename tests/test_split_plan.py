@@ -63,6 +63,30 @@ def test_padding_is_left_out(sequences: list[tuple[int, int]], num_slots: int) -
     assert ops.split_plan(made[0], num_slots, made[1]).tolist() == expected
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 6500)), min_size=1, max_size=12),
+    st.integers(0, 64),
+    st.sampled_from([16, 32, 64]),
+)
+def test_shares_have_every_token_once(sequences: list[tuple[int, int]], num_slots: int, step_tokens: int) -> None:
+    """As csrc/cuda/attend/schedule.cuh finds them: a share has every n-th round of four steps, from anywhere on."""
+    lengths, starts = map(list, zip(*sequences, strict=True))
+    made = [torch.tensor(numbers, dtype=torch.int32) for numbers in (lengths, starts)]
+    tokens: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
+    parts = dict.fromkeys(tokens, 0)
+    for b, length, numbers, _ in ops.split_plan(made[0], num_slots, made[1]).tolist():
+        if b < 0:
+            continue
+        begin, share, shares = min(starts[b], length), numbers & 0xFFFF, numbers >> 16
+        per_round = 4 * step_tokens
+        for first in range(begin // per_round, -(-length // per_round)):
+            if first % shares == share:
+                tokens[b] += range(max(begin, first * per_round), min(length, (first + 1) * per_round))
+        parts[b] += 1
+    assert all(sorted(tokens[b]) == list(range(min(starts[b], lengths[b]), lengths[b])) for b in tokens)
+    assert all(parts.values()), "each sequence has a share, which writes its result"
+
+
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
