@@ -283,6 +283,19 @@ def test_a_plan_is_of_the_present_lengths(name: str, is_static: bool, device: st
     assert (watch.made, watch.dealt, watch.others) == (3, 6, 0)
 
 
+@pytest.mark.parametrize("name", ["crop", "ragged", "reset", "replays", "a replay that failed"])
+def test_a_plan_goes_with_its_lengths(name: str, device: str) -> None:
+    """Also before the next step."""
+    step = Step(device, max_cache_len=2100)
+    step.fill(2000)
+    with Watch() as watch:
+        step.decode()
+        CHANGES[name](step)
+        for store in step.stores:
+            store.attend(step.drawn(1), softmax_scale=0.1, starts=step.starts, is_uneven=True)
+    assert (watch.made, watch.dealt) == (2, 4)
+
+
 def test_a_layer_that_counts_alone_makes_its_own_plan(device: str) -> None:
     step = Step(device)
     step.fill(2000)
@@ -291,6 +304,10 @@ def test_a_layer_that_counts_alone_makes_its_own_plan(device: str) -> None:
         step.decode()
         step.decode()
     assert (watch.made, watch.dealt) == (4, 4)
+    with Watch() as watch:
+        for store in (*step.stores, *step.stores):
+            store.attend(step.drawn(1), softmax_scale=0.1, starts=step.starts, is_uneven=True)
+    assert (watch.made, watch.dealt) == (2, 4)
 
 
 @pytest.mark.parametrize("options", [{"num_splits": 2}, {"sliding_window": 50}, {"starts": None}, {"is_uneven": False}])
