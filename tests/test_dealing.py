@@ -54,6 +54,8 @@ class Watch(TorchDispatchMode):
             else:
                 self.dealt += 1
                 lengths, starts = named["lengths"], named["starts"]
+                if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+                    return func(*args, **(kwargs or {}))  # nothing has been computed yet
                 expected = planning.split_plan_reference(lengths.cpu(), starts.cpu(), NUM_SLOTS, planning.MIN_TOKENS)
                 compare.assert_same(plan, expected, "split plan")
         return func(*args, **(kwargs or {}))
@@ -66,7 +68,8 @@ def every_device_takes_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def takes_plans(self: Any, key_planes: Any, value_planes: Any, layout: Any, *args: Any, **kwargs: Any) -> None:
         made(self, key_planes, value_planes, layout, *args, **kwargs)
-        self.takes_split_plan = all(each.is_quantized for each in layout.formats) and not layout.is_ring
+        if key_planes.codes.device.type == "cpu":
+            self.takes_split_plan = all(each.is_quantized for each in layout.formats) and not layout.is_ring
 
     monkeypatch.setattr(ops.Operands, "__init__", takes_plans)
     monkeypatch.setattr(ops, "num_slots_of", lambda device, num_kv_heads: NUM_SLOTS)

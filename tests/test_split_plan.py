@@ -143,6 +143,15 @@ def test_plans_that_do_not_fit_are_refused(
         call(torch.zeros(plan, dtype=torch.int32), **options, is_reference=is_reference)
 
 
+@pytest.mark.parametrize(
+    ("preset", "rows", "expected"), [("int4", "linear", True), ("int4", "ring", False), ("none", "linear", False)]
+)
+def test_a_gpu_takes_plans_for_codes(preset: str, rows: Rows, expected: bool, device: str) -> None:
+    layout = KVLayout(*PRESETS[preset], rows=rows)
+    planes = layout.allocate((2, 2, 64, 64), 128, dtype=torch.bfloat16, device=torch.device(device))
+    assert ops.Operands(*planes, layout).takes_split_plan is (expected and device == "cuda")
+
+
 def test_a_cpu_needs_no_plan() -> None:
     for has_table in (True, False):
         call(ops.split_plan(torch.tensor([100, 128], dtype=torch.int32), 4), has_table=has_table)
