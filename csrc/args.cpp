@@ -294,7 +294,7 @@ void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& p
 void set_split_plan(const CacheArgs& args, const std::optional<Tensor>& split_plan, DecodeParams& params) {
   if (!split_plan.has_value()) return;
   const Subject subject{args.where, "split_plan"};
-  KVQ_CHECK(args.page_table.has_value(), subject, "be None without a page table, got a tensor.");
+  KVQ_CHECK(!params.is_ring, subject, "be None for a ring, got a tensor. Its sequences have equal lengths.");
   KVQ_CHECK(params.num_splits == 0, Subject{args.where, "num_splits"}, "be 0 with a split plan, got ",
             params.num_splits, ". The plan says how sequences are split.");
   params.split_plan = array<const int32_t>(subject, split_plan, args.key_planes[0], {kAny, 4}, kPlanned);
@@ -650,11 +650,19 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up) {
   return params;
 }
 
-void check_split_plan(const Tensor& lengths, int64_t num_slots, int64_t min_tokens) {
+void check_split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots,
+                      int64_t min_tokens) {
   KVQ_CHECK(lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Int && lengths.is_contiguous() &&
                 lengths.size(0) > 0,
             "split_plan: `lengths` must be [batch] torch.int32 and contiguous, and not empty, got ", shape_of(lengths),
             ".");
+  if (starts.has_value()) {
+    KVQ_CHECK(is_on(*starts, lengths), "split_plan: `starts` must be on the device of `lengths`, got another device. ",
+              "Move it there.");
+    KVQ_CHECK(is_shaped_like(*starts, lengths) && starts->scalar_type() == ScalarType::Int && starts->is_contiguous(),
+              "split_plan: `starts` must be ", shape_of(lengths), " torch.int32 and contiguous like `lengths`, got ",
+              shape_of(*starts), " ", name_of(starts->scalar_type()), ".");
+  }
   KVQ_CHECK(num_slots >= 0 && num_slots <= kMaxSlots, "split_plan: `num_slots` must be between 0 and ", kMaxSlots,
             ", got ", num_slots, ".");
   KVQ_CHECK(min_tokens > 0 && min_tokens <= kMaxInt, "split_plan: `min_tokens` must be positive, got ", min_tokens,

@@ -17,7 +17,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 13;
+constexpr int kOpsVersion = 14;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
@@ -234,7 +234,7 @@ struct DecodeParams : CacheParams {
   int sliding_window;         // 0: none
   int num_splits;             // 0: the plan chooses
   // [num_planned, 4], as hf_kvquant/ops/planning.py makes it; nullptr: none. Only the CUDA kernel for few query rows
-  // over pages uses it.
+  // uses it.
   const int32_t* split_plan;
   int num_planned;
   void* out;                  // [batch, q_len, num_q_heads, value head_dim], contiguous, dtype of the query

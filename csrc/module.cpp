@@ -213,12 +213,13 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   return out;
 }
 
-Tensor split_plan(const Tensor& lengths, int64_t num_slots, int64_t min_tokens) {
-  check_split_plan(lengths, num_slots, min_tokens);
+Tensor split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots, int64_t min_tokens) {
+  check_split_plan(lengths, starts, num_slots, min_tokens);
   const CudaDevice device(lengths);
   Tensor plan = empty_beside(lengths, {lengths.size(0) + num_slots, 4});
-  cuda::split_plan(static_cast<const int32_t*>(lengths.const_data_ptr()), static_cast<int>(lengths.size(0)),
-                   static_cast<int>(num_slots), static_cast<int>(min_tokens),
+  const void* const padding = starts.has_value() ? starts->const_data_ptr() : nullptr;
+  cuda::split_plan(static_cast<const int32_t*>(lengths.const_data_ptr()), static_cast<const int32_t*>(padding),
+                   static_cast<int>(lengths.size(0)), static_cast<int>(num_slots), static_cast<int>(min_tokens),
                    static_cast<int32_t*>(plan.data_ptr()), device.stream);
   return plan;
 }

@@ -6,6 +6,10 @@ Physics: as in `bench_cpu_decode.py`, a step reads every key and value once, so 
 bandwidth is measured in the same run by a plain read kernel (`read_kernel.py`), over a buffer of as many bytes as the
 case reads, since small buffers read slower than large ones.
 
+What a split plan gains in padded batches, against none and against pages:
+
+    python evals/bench_decode.py --lengths 1-16384 8192-16384 --batches 64 8 --presets int8 int4
+
 Method:
 - One new token per sequence. A CUDA graph holds calls on rotating buffer sets, at least four and together four times
   the L2 cache, so a call finds none of its keys and values there. A time is the median over replays of the graph,
@@ -19,7 +23,8 @@ Method:
 - Codes are random bytes under scales that give values of order one. The result is checked against `reference.py` on
   the first and the last sequence; a wrong one ends the run.
 - Some cases are also measured over pages, which lie in memory in random order, with a split plan, as in continuous
-  batching. One plan serves all layers of a step, so its time is not that of the layer: it is a figure of its own.
+  batching, and padded batches with a split plan. One plan serves all layers of a step, so its time is not that of the
+  layer: it is a figure of its own.
 
 `decode_cases.py` has the shapes and the goals that `checks` compares with, `gpu_timing.py` times, `decode_peers.py` has
 the peers, and `render_readme.py` puts tables and pictures into the README and the pages of `docs/`.
@@ -53,6 +58,7 @@ from decode_cases import (
     lengths_held,
     random_transform,
     thousands,
+    uneven_cases,
 )
 from decode_peers import measure_peers, peer_versions
 from gpu_timing import ReadBandwidth, Timing, figures, sets_needed, time_calls
@@ -118,6 +124,7 @@ def check(
     sides: tuple[Planes, Planes],
     formats: tuple[KVFormat, KVFormat],
     lengths: list[int],
+    padding: list[int],
     transform: KeyTransform,
 ) -> tuple[float, float]:
     """The error of one sequence relative to its largest value, and its bound: twice PyTorch's own plus a rounding.
@@ -129,20 +136,21 @@ def check(
         query: `[batch, num_q_heads, 1, head_dim]`.
         sides: Planes of keys and of values.
         formats: Their formats.
-        lengths: Tokens held by each sequence.
+        lengths: Tokens held by each sequence, padding left out.
+        padding: Padding before these.
         transform: The key transform. PyTorch gets transformed keys and queries.
     """
     found: list[tuple[float, float]] = []
     softmax_scale = query.shape[-1] ** -0.5
     for i in {0, len(lengths) - 1}:
-        length = lengths[i]
-        held = torch.tensor([length], dtype=torch.int32, device=query.device)
+        total = lengths[i] + padding[i]
+        held = torch.tensor([lengths[i]], dtype=torch.int32, device=query.device)
         key, value = (
             reference.dequantize(
-                planes.map(lambda plane, i=i: plane[i : i + 1]).narrow(length, kv_format.block_size),  # type: ignore[misc]
+                planes.map(lambda plane, i=i: plane[i : i + 1]).narrow(total, kv_format.block_size),  # type: ignore[misc]
                 kv_format,
-                lengths=held,
-            )
+                lengths=held + padding[i],
+            )[:, :, padding[i] :]
             for planes, kv_format in zip(sides, formats, strict=True)
         )
         row, own = query[i : i + 1], out[i : i + 1].float()
@@ -162,7 +170,16 @@ def check(
     return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
-def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replays: int) -> tuple[list[Timing], float]:
+def bounds_of(shape: Shape, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+    """`lengths` and `starts` of the ops."""
+    padding = shape.padding(tokens)
+    lengths, starts = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (tokens, padding))
+    return lengths + starts, starts if shape.is_padded else None
+
+
+def time_preset(
+    shape: Shape, preset: str, wanted: list[tuple[str, ...]], replays: int, split_plan: Tensor | None = None
+) -> tuple[list[Timing], float]:
     """Times of the whole op, and its largest error relative to the largest value of the output.
 
     Args:
@@ -170,6 +187,7 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
         preset: A name of `PRESETS`.
         wanted: Tuples of names of transforms; each tuple is timed.
         replays: Replays of a graph.
+        split_plan: See `ops.split_plan`.
 
     Raises:
         SystemExit: The result is not that of the reference.
@@ -177,7 +195,7 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
     formats = PRESETS[preset]
     num_sets = sets_needed(bytes_held(shape, formats))
     tokens = lengths_held(shape, formats)
-    lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+    lengths, starts = bounds_of(shape, tokens)
     sets = [(random_planes(shape, formats[0]), random_planes(shape, formats[1])) for _ in range(num_sets)]
     counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
@@ -197,13 +215,16 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
             KVLayout(*formats),
             softmax_scale=shape.head_dim**-0.5,
             counters=counters[i],
+            starts=starts,
+            split_plan=split_plan,
             key_transform=transforms[names][i],
         )
         return out
 
     timings, errors = [], []
     for names in wanted:
-        error, bound = check(run(0, names), query, sets[0], formats, tokens, transforms[names][0])
+        out, padding = run(0, names), shape.padding(tokens)
+        error, bound = check(out, query, sets[0], formats, tokens, padding, transforms[names][0])
         if not error <= bound:
             raise SystemExit(
                 f"bench_decode: {shape.describe()}, {preset}: relative error {error:.2e} exceeds its bound {bound:.2e}."
@@ -252,7 +273,7 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
         reference.gather_pages(planes, token_pages, tail_pages, kv_format.block_size)
         for planes, kv_format in zip(sets[0], formats, strict=True)
     ]
-    error, bound = check(out, query, (gathered[0], gathered[1]), formats, tokens, transforms[0])
+    error, bound = check(out, query, (gathered[0], gathered[1]), formats, tokens, [0] * shape.batch, transforms[0])
     if not error <= bound:
         raise SystemExit(
             f"bench_decode: {shape.describe()}, {preset}, pages: relative error {error:.2e} exceeds its bound "
@@ -262,7 +283,25 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
     return time_calls(run, num_sets, replays), planning, error
 
 
-def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int) -> dict[str, Any]:
+def time_planned(shape: Shape, preset: str, names: tuple[str, ...], replays: int) -> tuple[Timing, Timing, float]:
+    """Times of the whole op with a split plan and of the plan, and the op's error relative to its largest value.
+
+    Raises:
+        SystemExit: The result is not that of the reference.
+    """
+    formats = PRESETS[preset]
+    lengths, starts = bounds_of(shape, lengths_held(shape, formats))
+    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
+    plan = ops.split_plan(lengths, num_slots, starts)
+    timings, error = time_preset(shape, preset, [names], replays, plan)
+    num_sets = sets_needed(bytes_held(shape, formats))
+    planning = time_calls(lambda _: ops.split_plan(lengths, num_slots, starts), num_sets, replays)
+    return timings[0], planning, error
+
+
+def measure_preset(
+    shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int, *, is_paged: bool
+) -> dict[str, Any]:
     """One preset at one shape, compared with the read bandwidth for as many bytes."""
     meant = KVQuantConfig.from_preset(preset).transforms
     singles: list[tuple[str, ...]] = [(name,) for name in meant] if shape in map(CASES.get, SINGLE_CASES) else []
@@ -272,9 +311,11 @@ def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays:
     if others:
         row["plain"] = others[0]
         row["single"] = {names[0]: single for names, single in zip(singles, others[1:], strict=True)}
-    if shape in map(CASES.get, PAGED_CASES):
-        timing, planning, error = time_pages(shape, preset, without_factors(meant), replays)
-        row["pages"] = {
+    also = {"pages": time_pages} if is_paged else {}
+    also |= {"planned": time_planned} if shape.is_padded else {}
+    for name, time_it in also.items():
+        timing, planning, error = time_it(shape, preset, without_factors(meant), replays)
+        row[name] = {
             **figures(timing, bytes_held(shape, PRESETS[preset]), bandwidth),
             "relative_error": error,
             "split_plan_us": planning.median_us,
@@ -342,7 +383,7 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
 
 
 # What a row was also measured with: the key of these figures, and how tables call them.
-_ALSO = {"plain": "plain keys", "pages": "pages"}
+_ALSO = {"plain": "plain keys", "pages": "pages", "planned": "split plan"}
 
 
 def with_others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -429,6 +470,7 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
             continue
         text = {
             "share": f"{measured:.1%}",
+            "planned": f"{measured:.1%}",
             "us": f"{measured:.2f} us",
             "times": f"{measured:.2f} times",
             "points": f"{measured:.1f} points",
@@ -444,16 +486,38 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"some of {', '.join(CASES)} (default: all)"
     )
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=range_of_lengths,
+        metavar="SHORTEST-LONGEST",
+        help="instead of cases, measure batches of such prompts, padded, with and without a split plan, and in pages",
+    )
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[64], metavar="N", help="of these sizes (default: 64)"
+    )
     presets = list(PRESETS)
     known = f"some of {', '.join(presets)} (default: all but none)"
     parser.add_argument("--presets", nargs="+", choices=presets, metavar="PRESET", help=known)
     parser.add_argument("--peers", action="store_true", help="also measure other kernels that are installed")
     parser.add_argument("--quick", action="store_true", help="fewer replays, and fewer cases and presets unless named")
     arguments = parser.parse_args(words)
+    if arguments.lengths and arguments.cases:
+        parser.error("argument --cases: not allowed with argument --lengths")
+    if min(arguments.batches) < 1:
+        parser.error(f"argument --batches: must be at least 1, got {min(arguments.batches)}")
     arguments.cases = arguments.cases or (QUICK_CASES if arguments.quick else list(CASES))
     arguments.presets = arguments.presets or (QUICK_PRESETS if arguments.quick else DEFAULT_PRESETS)
     arguments.replays = QUICK_REPLAYS if arguments.quick else REPLAYS
     return arguments
+
+
+def range_of_lengths(text: str) -> tuple[int, int]:
+    """The shortest and the longest length in `1024-16384`."""
+    shortest, _, longest = text.partition("-")
+    if not (shortest.isdecimal() and longest.isdecimal() and 1 <= int(shortest) <= int(longest)):
+        raise argparse.ArgumentTypeError(f"must be two lengths such as 1024-16384, got {text!r}")
+    return int(shortest), int(longest)
 
 
 def main() -> None:
@@ -487,8 +551,11 @@ def main() -> None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
-    for name in arguments.cases:
-        shape = CASES[name]
+    cases = {name: CASES[name] for name in arguments.cases}
+    if arguments.lengths:
+        cases = uneven_cases(arguments.batches, arguments.lengths)
+    for name, shape in cases.items():
+        is_paged = name in PAGED_CASES or bool(arguments.lengths)
         described = {**dataclasses.asdict(shape), "num_tokens": sum(shape.lengths())}
         case: dict[str, Any] = {"case": name, "shape": described, "rows": [], "peers": [], "failures": []}
         results["cases"].append(case)
@@ -496,22 +563,24 @@ def main() -> None:
             if not fits(shape, preset):
                 continue
             try:
-                case["rows"].append(measure_preset(shape, preset, bandwidth, arguments.replays))
+                row = measure_preset(shape, preset, bandwidth, arguments.replays, is_paged=is_paged)
+                case["rows"].append(row)
             except RuntimeError as error:
                 case["failures"].append(f"{preset}: {describe_error(error)}")
             torch.cuda.empty_cache()
         add_speedups(case)
         console.print(case_table(case))
         save()
-    for preset in arguments.presets:
+    for preset in [] if arguments.lengths else arguments.presets:
         if preset != "none":
             results["prompt"].append(measure_prompt(preset, arguments.replays))
             torch.cuda.empty_cache()
     results["state_loaded"] = gpu_state()
-    console.print(prompt_table(results["prompt"]))
+    if results["prompt"]:
+        console.print(prompt_table(results["prompt"]))
     save()
     for case in results["cases"] if arguments.peers else []:
-        peers, failures = measure_peers(CASES[case["case"]], bandwidth, arguments.replays)
+        peers, failures = measure_peers(cases[case["case"]], bandwidth, arguments.replays)
         case["peers"] += peers
         case["failures"] += failures
         add_speedups(case)
@@ -519,7 +588,8 @@ def main() -> None:
         save()
     results["state_after"] = gpu_state()
     save()
-    console.print(checks_table(results["checks"]))
+    if not arguments.lengths:
+        console.print(checks_table(results["checks"]))
     console.print(f"{results['wall_s']:.0f} s", highlight=False)
     print(json.dumps(results))
 

@@ -23,7 +23,10 @@ DEVICE = torch.device("cuda")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One step of one layer. With `is_ragged`, lengths are uniform in [1, `context`]; otherwise all are `context`."""
+    """One step of one layer. With `is_ragged`, lengths are uniform in [`shortest`, `context`]; else all are `context`.
+
+    With `is_padded`, sequences are padded on the left to the longest one.
+    """
 
     batch: int
     num_q_heads: int
@@ -31,14 +34,20 @@ class Shape:
     head_dim: int
     context: int
     is_ragged: bool = False
+    is_padded: bool = False
+    shortest: int = 1
 
     def lengths(self) -> list[int]:
-        """Tokens held by each sequence, the newest included; the same in every run."""
+        """Tokens held by each sequence, the newest included, padding left out; the same in every run."""
         if not self.is_ragged:
             return [self.context] * self.batch
         generator = torch.Generator().manual_seed(0)
-        drawn: list[int] = torch.randint(1, self.context + 1, (self.batch,), generator=generator).tolist()
+        drawn: list[int] = torch.randint(self.shortest, self.context + 1, (self.batch,), generator=generator).tolist()
         return drawn
+
+    def padding(self, lengths: list[int]) -> list[int]:
+        """Padding of each sequence if so many tokens are held."""
+        return [max(lengths) - length if self.is_padded else 0 for length in lengths]
 
     @property
     def capacity(self) -> int:
@@ -47,7 +56,10 @@ class Shape:
 
     def describe(self) -> str:
         """The shape in words, for tables."""
-        context = f"1 to {thousands(self.context)}" if self.is_ragged else thousands(self.context)
+        context = (
+            f"{thousands(self.shortest)} to {thousands(self.context)}" if self.is_ragged else thousands(self.context)
+        )
+        context += ", padded" if self.is_padded else ""
         return f"{self.batch} x {context}, {self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}"
 
 
@@ -74,12 +86,24 @@ CASES: dict[str, Shape] = {
     "64x8k-dim96": Shape(64, 32, 8, 96, 8192),
     "64x8k-dim256": Shape(64, 32, 8, 256, 8192),
     "64x16k-ragged": Shape(64, 32, 8, 128, 16384, is_ragged=True),
+    "64x16k-padded": Shape(64, 32, 8, 128, 16384, is_ragged=True, is_padded=True),  # also measured with a split plan
 }
 QUICK_CASES = ["64x8k", "1x8k", "1x1k"]
 SINGLE_CASES = ["64x8k", "16x8k", "1x8k"]  # where each transform is also timed alone
 PAGED_CASES = ["64x8k", "1x128k", "64x16k-ragged"]  # also measured over pages
 # A prompt to be quantised: batch, key-value heads, head_dim, tokens.
 PROMPT = (8, 8, 128, 8192)
+
+
+def uneven_cases(batches: Iterable[int], lengths: Iterable[tuple[int, int]]) -> dict[str, Shape]:
+    """Padded batches of `64x16k-padded`'s heads with other lengths, each from a shortest to a longest."""
+    return {
+        f"{batch}x{thousands(shortest)}-{thousands(longest)}": Shape(
+            batch, 32, 8, 128, longest, is_ragged=True, is_padded=True, shortest=shortest
+        )
+        for batch in batches
+        for shortest, longest in lengths
+    }
 
 
 def lengths_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> list[int]:
@@ -97,7 +121,12 @@ def bytes_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> int:
     key = formats[0]
     key_bytes, value_bytes = (side.bytes_per_token(shape.num_kv_heads, shape.head_dim, DTYPE) for side in formats)
     lengths = lengths_held(shape, formats)
-    num_dense = sum(length - key.tail_begin(length) for length in lengths) if key.block_size is not None else 0
+    num_dense = 0
+    if key.block_size is not None:
+        totals = [length + pads for length, pads in zip(lengths, shape.padding(lengths), strict=True)]
+        num_dense = sum(
+            min(length, total - key.tail_begin(total)) for length, total in zip(lengths, totals, strict=True)
+        )
     dense_bytes = shape.num_kv_heads * shape.head_dim * DTYPE.itemsize
     return sum(lengths) * (key_bytes + value_bytes) + num_dense * (dense_bytes - key_bytes)
 
@@ -125,8 +154,9 @@ class Goal:
     """A figure to reach: at least `value`, or at most `value` for `"us"` and `"points"`.
 
     Attributes:
-        unit: For plain keys, `"share"` of the read bandwidth, `"us"`, or `"times"` as fast as the best of `peers`. Or
-            `"points"`, the percentage points by which one transform lowers the share.
+        unit: `"planned"`, the share of the read bandwidth with a split plan. For plain keys: `"share"` without one,
+            `"us"`, or `"times"` as fast as the best of `peers`. Or `"points"`, the percentage points by which one
+            transform lowers the share.
         case: A name of `CASES`; or `"prompt"`, where `"share"` is of the copy bandwidth.
         preset: A name of `PRESETS`.
         value: The threshold.
@@ -143,6 +173,7 @@ class Goal:
         """The goal in words, for the table."""
         what = {
             "share": f"at least {self.value:.0%} of {'copy' if self.case == 'prompt' else 'read'} bandwidth",
+            "planned": f"at least {self.value:.0%} of read bandwidth with a split plan",
             "us": f"at most {self.value:g} us",
             "times": f"at least {self.value:g} times {self.peers}",
             "points": f"a transform takes at most {self.value:g} points of read bandwidth",
@@ -171,6 +202,7 @@ def _goals() -> Iterable[Goal]:
     yield Goal("times", "512x8k-1head", "int4", 3.6, "int4 FBGEMM")
     yield Goal("times", "64x8k", "fp8", 1.45, "fp8 FlashInfer wrapper")
     yield from (Goal("share", "prompt", preset, 0.70) for preset in main)
+    yield from (Goal("planned", "64x16k-padded", *goal) for goal in (("int8", 0.85), ("int4", 0.80)))
     yield from (Goal("points", case, preset, 3) for case in SINGLE_CASES for preset in main)
 
 
@@ -198,6 +230,9 @@ def _measured(results: dict[str, Any], goal: Goal) -> float | None:
     row = next((row for row in rows if row["preset"] == goal.preset), None)
     if row is None:
         return None
+    if goal.unit == "planned":
+        planned: dict[str, float] = row.get("planned", {})
+        return planned.get("share")
     plain: dict[str, float] = row.get("plain", row)
     if goal.unit == "points":
         singles = row.get("single", {}).values()

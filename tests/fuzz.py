@@ -219,8 +219,9 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
             "num_splits": dice.choice((0, 0, 1, 2, 7, 2**31 - 1)),
             "split_plan": None,
         }
-        if call["page_table"] is not None and call["num_splits"] == 0 and dice.random() < 0.5:
-            call["split_plan"] = memory.place(ops.split_plan(case.lengths_tensor(), dice.choice((0, 2, 40))), 0)
+        if not is_ring and call["num_splits"] == 0 and dice.random() < 0.5:
+            plan = ops.split_plan(case.lengths_tensor(), dice.choice((0, 2, 40)), starts)
+            call["split_plan"] = memory.place(plan, 0)
     call |= kinds
     return {argument: call[argument] for argument in NAMES[name]}
 

@@ -238,6 +238,45 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/storage/dealing.py",
+        (
+            "if num_kv_heads not in plans:",
+            "if not plans:",
+            "a layer has the plan of one with other heads",
+            "dealing",
+        ),
+        (
+            ' or options.get("num_splits")',
+            "",
+            "a fixed number of splits gives other bits in a padded batch",
+            "dealing",
+        ),
+    ),
+    *of(
+        "hf_kvquant/storage/lengths.py",
+        (
+            "self.tensor.add_(tokens)\n            self._plans = {}",
+            "self.tensor.add_(tokens)",
+            "a step has the plan of the step before",
+            "dealing",
+        ),
+        (
+            "self._plans if self._behind[member] is None else {}",
+            "self._plans",
+            "a layer that counts alone has the plan of the others",
+            "dealing",
+        ),
+    ),
+    *of(
+        "hf_kvquant/graphs/capture.py",
+        (
+            "for storage in cache.storages), cache.notes.is_uneven",
+            "for storage in cache.storages)",
+            "a graph without a plan serves padded batches",
+            "dealing",
+        ),
+    ),
+    *of(
         "hf_kvquant/serving/requests.py",
         (
             "self.cancel(output.request_id)\n            return",

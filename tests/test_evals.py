@@ -152,7 +152,11 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             run(i)
         return timing.Timing(10.0, 9.0, 11.0, num_sets, True)
 
-    shapes = {"64x8k": cases.Shape(2, 4, 2, 64, 100), "64x16k-ragged": cases.Shape(3, 2, 2, 40, 70, is_ragged=True)}
+    shapes = {
+        "64x8k": cases.Shape(2, 4, 2, 64, 100),
+        "64x16k-ragged": cases.Shape(3, 2, 2, 40, 70, is_ragged=True),
+        "64x16k-padded": cases.Shape(3, 2, 2, 40, 300, is_ragged=True, is_padded=True),
+    }
     cpu = torch.device("cpu")
     for module in (bench, peers):
         monkeypatch.setattr(module, "DEVICE", cpu)
@@ -189,7 +193,7 @@ def test_bench_results(
 ) -> None:
     results, printed = run_bench(bench, monkeypatch, capsys, tmp_path / "decode.json")
     assert results["command"] == "python evals/bench_decode.py --output decode.json"
-    case, ragged = results["cases"]
+    case, ragged, padded = results["cases"]
     rows = {row["preset"]: row for row in case["rows"]}
     assert list(rows) == ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
     # 2 sequences of 100 tokens, 2 heads of 64, keys and values: codes, and two bytes for each scale and zero.
@@ -210,12 +214,19 @@ def test_bench_results(
     assert list(rows["int4"]["single"]) == ["center", "smooth", "rotate"] and "single" not in rows["fp8"]
     assert ragged["rows"][0]["single"] == {}
     assert "int8, plain keys" in printed and "fp8, plain keys" not in printed
-    # Presets that live in pages are measured there too.
+    # Presets are measured over pages, too.
     assert rows["fp8"]["pages"]["share"] == rows["fp8"]["share"] and rows["fp8"]["pages"]["split_plan_us"] == 10
     assert all(row["pages"]["relative_error"] < 0.02 for row in rows.values())
     assert "fp8, pages" in printed and "pages" in ragged["rows"][0]
-    # A few GB/s of 100 miss a share; what was not measured is neither reached nor missed.
+    # Padded batches are measured with a split plan, too. Padding does not count as read.
+    row = padded["rows"][0]
+    assert row["bytes"] == padded["shape"]["num_tokens"] * 2 * 2 * (40 + 2) and padded["shape"]["num_tokens"] < 900
+    assert row["planned"]["split_plan_us"] == 10 and all(each["planned"]["share"] for each in padded["rows"])
+    assert "int8, split plan" in printed and "planned" not in ragged["rows"][0]
     checks = {(check["unit"], check["case"], check["preset"]): check for check in results["checks"]}
+    assert checks["planned", "64x16k-padded", "int4"]["measured"] == padded["rows"][1]["planned"]["share"]
+    assert "int4 at 64x16k-padded: at least 80% of read bandwidth with a split plan" in printed
+    # A few GB/s of 100 miss a share; what was not measured is neither reached nor missed.
     assert checks["share", "64x8k", "int8"]["reached"] is False
     assert (
         checks["points", "64x8k", "int8"]["measured"] == pytest.approx(0)
@@ -225,6 +236,30 @@ def test_bench_results(
     assert checks["us", "1x8k", "int8"]["reached"] is checks["times", "64x8k", "int8"]["reached"] is None
     assert "int8 at 64x8k: at least 96% of read bandwidth" in printed and "missed" in printed
     assert str(tmp_path) not in json.dumps(results)
+
+
+def test_bench_lengths(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Padded batches of any lengths: one row for no plan, with the figures for a plan and for pages in it."""
+    words = ("--lengths", "1-60", "40-60", "--batches", "5", "2", "--presets", "int8", "int4")
+    results, printed = run_bench(bench, monkeypatch, capsys, tmp_path / "uneven.json", *words)
+    assert [case["case"] for case in results["cases"]] == ["5x1-60", "5x40-60", "2x1-60", "2x40-60"]
+    for case in results["cases"]:
+        shape = case["shape"]
+        assert shape["is_padded"] and shape["shortest"] * shape["batch"] <= shape["num_tokens"] <= 60 * shape["batch"]
+        assert [row["preset"] for row in case["rows"]] == ["int8", "int4"] and not case["failures"]
+        for row in case["rows"]:
+            assert row["planned"]["share"] == row["pages"]["share"] == row["share"] > 0
+    assert not results["prompt"] and "5 x 40 to 60, padded" in printed and "goals" not in printed
+    for words, message in (
+        (("--lengths", "60-40"), "must be two lengths such as 1024-16384, got '60-40'"),
+        (("--lengths", "1-60", "--cases", "64x8k"), "argument --cases: not allowed with argument --lengths"),
+        (("--lengths", "1-60", "--batches", "0"), "argument --batches: must be at least 1, got 0"),
+    ):
+        with pytest.raises(SystemExit):
+            bench.parse(list(words))
+        assert message in capsys.readouterr().err
 
 
 def test_bench_peers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from hf_kvquant import PRESETS, ops
 from hf_kvquant.ops.planning import MIN_TOKENS
-from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.spec.layout import KVLayout, Rows
 
+FROZEN = KVFormat("int8", "tensor")
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -43,6 +46,47 @@ def test_plans_are_complete(lengths: list[int], num_slots: int) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
+@given(
+    st.lists(st.tuples(st.integers(-1, 200_000), st.integers(-5, 200_000)), min_size=1, max_size=20),
+    st.integers(0, 64),
+)
+def test_padding_is_left_out(sequences: list[tuple[int, int]], num_slots: int) -> None:
+    lengths, starts = map(list, zip(*sequences, strict=True))
+    held = [max(0, max(0, length) - max(0, start)) for length, start in sequences]
+    shares = [max(1, min(each * num_slots // max(1, sum(held)), each // MIN_TOKENS)) for each in held]
+    expected, num_cut = [], 0
+    for b in sorted(range(len(held)), key=lambda b: -math.ceil(held[b] / shares[b])):
+        expected += [[b, lengths[b], i + (shares[b] << 16), num_cut] for i in range(shares[b])]
+        num_cut += shares[b] if shares[b] > 1 else 0
+    expected += [[-1, 0, 0, 0]] * (len(lengths) + num_slots - len(expected))
+    made = [torch.tensor(numbers, dtype=torch.int32) for numbers in (lengths, starts)]
+    assert ops.split_plan(made[0], num_slots, made[1]).tolist() == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 6500)), min_size=1, max_size=12),
+    st.integers(0, 64),
+    st.sampled_from([16, 32, 64]),
+)
+def test_shares_have_every_token_once(sequences: list[tuple[int, int]], num_slots: int, step_tokens: int) -> None:
+    """As csrc/cuda/attend/schedule.cuh finds them: a share has every n-th round of four steps, from anywhere on."""
+    lengths, starts = map(list, zip(*sequences, strict=True))
+    made = [torch.tensor(numbers, dtype=torch.int32) for numbers in (lengths, starts)]
+    tokens: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
+    parts = dict.fromkeys(tokens, 0)
+    for b, length, numbers, _ in ops.split_plan(made[0], num_slots, made[1]).tolist():
+        if b < 0:
+            continue
+        begin, share, shares = min(starts[b], length), numbers & 0xFFFF, numbers >> 16
+        per_round = 4 * step_tokens
+        for first in range(begin // per_round, -(-length // per_round)):
+            if first % shares == share:
+                tokens[b] += range(max(begin, first * per_round), min(length, (first + 1) * per_round))
+        parts[b] += 1
+    assert all(sorted(tokens[b]) == list(range(min(starts[b], lengths[b]), lengths[b])) for b in tokens)
+    assert all(parts.values()), "each sequence has a share, which writes its result"
+
+
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
@@ -57,8 +101,14 @@ def test_only_long_sequences_are_cut(lengths: list[int], expected: list[int]) ->
     assert [shares[b] for b in range(len(lengths))] == expected
 
 
-def call(plan: torch.Tensor, num_splits: int = 0, has_table: bool = True, is_reference: bool = False) -> None:
-    layout = KVLayout(*PRESETS["int8"])
+def call(
+    plan: torch.Tensor,
+    num_splits: int = 0,
+    has_table: bool = True,
+    rows: Rows = "linear",
+    is_reference: bool = False,
+) -> None:
+    layout = KVLayout(*PRESETS["int8"], rows=rows)
     planes = layout.allocate((2, 2, 64, 64), 128, dtype=torch.float32, device=torch.device("cpu"))
     made = ops.Operands(*planes, layout)
     if is_reference:
@@ -69,6 +119,7 @@ def call(plan: torch.Tensor, num_splits: int = 0, has_table: bool = True, is_ref
         torch.tensor([100, 128], dtype=torch.int32),
         softmax_scale=0.125,
         num_splits=num_splits,
+        sliding_window=0 if rows == "linear" else 20,
         page_table=torch.tensor([[1], [0]], dtype=torch.int32) if has_table else None,
         split_plan=plan,
     )
@@ -78,7 +129,7 @@ def call(plan: torch.Tensor, num_splits: int = 0, has_table: bool = True, is_ref
 @pytest.mark.parametrize(
     ("plan", "options", "message"),
     [
-        ((3, 4), {"has_table": False}, "`split_plan` must be None without a page table, got a tensor"),
+        ((3, 4), {"has_table": False, "rows": "ring"}, "`split_plan` must be None for a ring, got a tensor. Its"),
         ((3, 4), {"num_splits": 2}, "`num_splits` must be 0 with a split plan, got 2. The plan says how"),
         ((3, 3), {}, "`split_plan` must be .*Make it with ops.split_plan"),
         ((1, 4), {}, "`split_plan` must have from 2 to 65535 entries, got 1. Make it with ops.split_plan"),
@@ -92,8 +143,18 @@ def test_plans_that_do_not_fit_are_refused(
         call(torch.zeros(plan, dtype=torch.int32), **options, is_reference=is_reference)
 
 
+@pytest.mark.parametrize(
+    ("preset", "rows", "expected"), [("int4", "linear", True), ("int4", "ring", False), ("none", "linear", False)]
+)
+def test_a_gpu_takes_plans_for_codes(preset: str, rows: Rows, expected: bool, device: str) -> None:
+    layout = KVLayout(*PRESETS[preset], rows=rows)
+    planes = layout.allocate((2, 2, 64, 64), 128, dtype=torch.bfloat16, device=torch.device(device))
+    assert ops.Operands(*planes, layout).takes_split_plan is (expected and device == "cuda")
+
+
 def test_a_cpu_needs_no_plan() -> None:
-    call(ops.split_plan(torch.tensor([100, 128], dtype=torch.int32), 4))
+    for has_table in (True, False):
+        call(ops.split_plan(torch.tensor([100, 128], dtype=torch.int32), 4), has_table=has_table)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +179,41 @@ def test_lengths_that_make_no_plan_are_refused(
         ops.split_plan(lengths.to(device) if lengths.is_contiguous() else lengths.repeat(2).to(device)[::2], num_slots)
 
 
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        (torch.zeros(2, dtype=torch.int32), r"\[3\] torch.int32 and contiguous like `lengths`, got \[2\]"),
+        (torch.zeros(3, 1, dtype=torch.int32), r"\[3\] torch.int32 and contiguous like `lengths`, got \[3, 1\]"),
+        (torch.zeros(3), r"\[3\] torch.int32 and contiguous like `lengths`, got \[3\] (torch.)?float32"),
+        (torch.zeros(6, dtype=torch.int32)[::2], r"\[3\] torch.int32 and contiguous"),
+        (torch.zeros(3, dtype=torch.int32, device="meta"), "on the device of `lengths`"),
+    ],
+)
+def test_starts_that_make_no_plan_are_refused(starts: torch.Tensor, message: str, device: str) -> None:
+    lengths = torch.zeros(3, dtype=torch.int32, device=device)
+    if starts.device.type == "meta":
+        if device == "cpu":
+            pytest.skip("needs tensors on two devices: a GPU")
+        starts = torch.zeros(3, dtype=torch.int32)
+    elif starts.is_contiguous():
+        starts = starts.to(device)
+    else:
+        starts = starts.repeat(2).to(device)[::2]
+    with pytest.raises(ValueError, match=f"split_plan: `starts` must be {message}"):
+        ops.split_plan(lengths, 3, starts)
+
+
 @CUDA_ONLY
 @pytest.mark.parametrize("batch", [1, 2, 33, 1024, 1025, 3000])
 @pytest.mark.parametrize("most", [1, 5000, 200_000])
 def test_the_kernel_makes_the_plan_of_the_reference(batch: int, most: int) -> None:
     lengths = torch.randint(-1, most, (batch,), dtype=torch.int32, generator=torch.Generator().manual_seed(batch))
+    starts = torch.randint(-1, most, (batch,), dtype=torch.int32, generator=torch.Generator().manual_seed(most))
     for num_slots in (0, 33, 300):
-        expected = ops.split_plan(lengths, num_slots)
-        assert torch.equal(ops.split_plan(lengths.cuda(), num_slots).cpu(), expected)
+        for padding in (None, starts):
+            expected = ops.split_plan(lengths, num_slots, padding)
+            made = ops.split_plan(lengths.cuda(), num_slots, None if padding is None else padding.cuda())
+            assert torch.equal(made.cpu(), expected)
 
 
 @CUDA_ONLY
@@ -172,16 +260,121 @@ def test_a_plan_changes_no_more_than_roundings(name: str, lengths: list[int], is
     assert counters is not None and not counters.any()
 
 
+def planned(
+    layout: KVLayout, lengths: list[int], starts: list[int] | None, *, num_q_heads: int, head_dim: int, is_new: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a decode over rows side by side gives without a plan and with one, which must repeat and write the same."""
+    device, batch, capacity = torch.device("cuda"), len(lengths), -(-max(lengths) // 128) * 128
+    where: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    held = torch.tensor(lengths, dtype=torch.int32, device=device)
+    padding = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
+    planes = layout.allocate((batch, 2, head_dim, head_dim), capacity, **where)
+    before = held - int(is_new)
+    # Sequences end at different tokens, so each is written by itself.
+    for b, length in enumerate(before.tolist()):
+        key, value = torch.randn(2, 1, 2, max(length, 0), head_dim, **where)
+        own = planes[0].map(lambda x, b=b: x[b : b + 1]), planes[1].map(lambda x, b=b: x[b : b + 1])
+        ops.append(key, value, *own, before[b : b + 1], layout, starts=None if padding is None else padding[b : b + 1])
+    query = torch.randn(batch, num_q_heads, 1, head_dim, **where)
+    new = tuple(torch.randn(2, batch, 2, 1, head_dim, **where)) if is_new else None
+    counters, results, written = ops.new_counters(device), [], []
+    plan = ops.split_plan(held, 33, padding)
+    for split_plan in (None, plan, plan):
+        own = planes[0].map(torch.clone), planes[1].map(torch.clone)
+        options = {"softmax_scale": 0.1, "counters": counters, "starts": padding, "split_plan": split_plan}
+        results.append(ops.decode(query, new, *own, held, layout, **options)[0])
+        written.append([x.view(torch.uint8) for side in own for x in side.tensors()])
+    for mine in written[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(mine, written[0], strict=True))
+    assert torch.equal(results[1], results[2]) and counters is not None and not counters.any()
+    return results[0], results[1]
+
+
 @CUDA_ONLY
-def test_numbers_that_are_no_plan_harm_nobody() -> None:
+@pytest.mark.parametrize("head_dim", [128, 96])  # rows of 96 channels have gaps
+@pytest.mark.parametrize("windows", [{}, {"sink_length": 4, "residual_length": 40}], ids=["codes", "windows"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "none"])
+@pytest.mark.parametrize(
+    ("lengths", "starts"),
+    [
+        ([4000] * 6, [0, 3990, 2000, 4000, 3500, 128]),  # a padded batch; one sequence is padding alone
+        ([4096] * 3, [0, 4090, 3000]),  # the new token fills a block of keys
+        ([2000, 5, 128, 1, 700, 1], None),
+        ([4000], [3000]),
+        ([130] * 40, list(range(40))),
+    ],
+)
+def test_rows_side_by_side_take_a_plan(
+    name: str, windows: dict[str, int], head_dim: int, lengths: list[int], starts: list[int] | None
+) -> None:
+    layout = KVLayout(*PRESETS[name], **windows)
+    for is_new in (False, True):
+        expected, actual = planned(layout, lengths, starts, num_q_heads=8, head_dim=head_dim, is_new=is_new)
+        bound = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+        assert_close(actual, expected.float().cpu(), bound, f"{name}, new token: {is_new}")
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("name", ["int8", "int4-channel"])
+def test_the_numbers_of_a_plan_count(name: str) -> None:
+    """With the plan of shorter sequences, these are what is attended to."""
+    layout, where = KVLayout(*PRESETS[name]), {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    planes = layout.allocate((3, 2, 128, 128), 4096, **where)
+    held, starts = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([4000] * 3, [0, 1900, 1000]))
+    shorter = held - 1952  # whole blocks of keys
+    ops.append(*torch.randn(2, 3, 2, 2048, 128, **where), *planes, shorter, layout, starts=starts)
+    query, options = torch.randn(3, 8, 1, 128, **where), {"softmax_scale": 0.1, "starts": starts}
+    expected, _ = ops.decode(query, None, *planes, shorter, layout, **options)
+    ops.append(*torch.randn(2, 3, 2, 1952, 128, **where), *planes, held, layout, starts=starts)
+    whole, _ = ops.decode(query, None, *planes, held, layout, **options)
+    options["split_plan"] = ops.split_plan(shorter, 33, starts)
+    actual, _ = ops.decode(query, None, *planes, held, layout, **options)
+    bound = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+    assert_close(actual, expected.float().cpu(), bound, name)
+    assert float((whole - expected).abs().max()) > bound
+
+
+@CUDA_ONLY
+def test_one_scale_for_all_tokens() -> None:
+    layout, where = KVLayout(FROZEN, FROZEN), {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    planes = layout.allocate((3, 2, 128, 128), 4096, **where)
+    for side in planes:
+        side.codes.random_(0, 256)
+        assert side.scale is not None
+        side.scale.fill_(0.01)
+    held, starts = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([4000] * 3, [0, 3900, 1000]))
+    query = torch.randn(3, 8, 1, 128, **where)
+    expected, actual = (
+        ops.decode(query, None, *planes, held, layout, softmax_scale=0.1, starts=starts, split_plan=plan)[0]
+        for plan in (None, ops.split_plan(held, 33, starts))
+    )
+    bound = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+    assert_close(actual, expected.float().cpu(), bound, "frozen scales")
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_more_query_rows_than_one_thread_block_serves_take_no_plan(name: str) -> None:
+    layout = KVLayout(*PRESETS[name])
+    options: dict[str, Any] = {"num_q_heads": 64, "head_dim": 128, "is_new": True}
+    expected, actual = planned(layout, [4000] * 3, [0, 3990, 2000], **options)
+    assert torch.equal(actual, expected)
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("has_table", [True, False])
+def test_numbers_that_are_no_plan_harm_nobody(has_table: bool) -> None:
     layout, device = KVLayout(*PRESETS["int4"]), torch.device("cuda")
     where = {"dtype": torch.bfloat16, "device": device}
     planes = layout.allocate((4, 2, 128, 128), 256, **where)
+    if not has_table:
+        planes = layout.allocate((2, 2, 128, 128), 512, **where)
     table = torch.arange(4, dtype=torch.int32, device=device).view(2, 2)
     held = torch.tensor([300, 500], dtype=torch.int32, device=device)
     for numbers in (torch.randint(-(2**31), 2**31 - 1, (5, 4)), torch.randint(-2, 5, (300, 4)), torch.zeros(5, 4)):
         plan = numbers.to(torch.int32).to(device)
         counters = ops.new_counters(device)
-        options = {"softmax_scale": 0.1, "page_table": table, "split_plan": plan, "counters": counters}
+        options = {"softmax_scale": 0.1, "split_plan": plan, "counters": counters}
+        options |= {"page_table": table} if has_table else {"starts": held - 200}
         ops.decode(torch.randn(2, 8, 1, 128, **where), None, *planes, held, layout, **options)
         torch.cuda.synchronize()

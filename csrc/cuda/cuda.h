@@ -42,7 +42,7 @@ constexpr int kGroupChannels = 32;   // channels of a group in the kernels for g
 
 // The kernel with the smallest head dim (64, 128 or 256) that holds `head_dim` and the fewest rows (4, 8 or 16, as far
 // as compiled) that hold `num_rows`, or else the most rows. Kernels for pages are kernels of their own, so that others
-// need no page table.
+// need no page table. They also take split plans. Without a page table, the rows of sequence b are page b.
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
 AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged);
 
@@ -138,8 +138,10 @@ struct DecodePlan {
   int64_t workspace_floats;                                 // partial results; 0 when there are none
 };
 
-// Writes the plan of a batch, `batch` + `num_slots` entries. hf_kvquant/ops/planning.py defines it.
-void split_plan(const int32_t* lengths, int batch, int num_slots, int min_tokens, int32_t* plan, void* stream);
+// Writes the plan of a batch, `batch` + `num_slots` entries. `starts` nullptr: no padding. hf_kvquant/ops/planning.py
+// defines it.
+void split_plan(const int32_t* lengths, const int32_t* starts, int batch, int num_slots, int min_tokens, int32_t* plan,
+                void* stream);
 
 // Makes a device current for the extension's own CUDA runtime, which is not torch's, and returns torch's stream on it.
 void* current_stream(int device_index);

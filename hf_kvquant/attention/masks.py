@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 from ..cache.handle import KVLength, MaskNotes
 from ..cache.support import check_layers
 from ..models.layers import count_layers
+from ..ops import is_uneven
 
 
 def attention_mask(
@@ -54,11 +55,13 @@ def attention_mask(
         is_decode_step = kwargs["q_length"] == 1 and not kv_length.is_first_chunk
         # Whether the mask hides a token after one that it shows. Reading it makes the host wait for the device, so a
         # decode step relies on what earlier chunks showed.
-        if attention_mask is not None and not is_tracing(attention_mask):
+        starts = None if attention_mask is None else num_pads(attention_mask)
+        if attention_mask is not None and starts is not None and not is_tracing(attention_mask):
             if attention_mask.device.type == "cpu" or not is_decode_step:
                 hides_later = attention_mask[:, :-1] & ~attention_mask[:, 1:]
                 notes.has_holes = notes.has_holes or bool(hides_later.any())
-        starts = None if attention_mask is None else num_pads(attention_mask)
+            if not is_decode_step:
+                notes.is_uneven = is_uneven(starts, attention_mask.shape[1])
         if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
             notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()

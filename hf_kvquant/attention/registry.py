@@ -130,6 +130,7 @@ def attention(
             query,
             softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             starts=None if attention_mask is None else attention_mask[0].view(-1),
+            is_uneven=step.is_uneven,
             **options_of(prev, kwargs),
         )
         return out, None

@@ -26,6 +26,7 @@ from ..cache.cache import KVQuantCache
 from ..cache.handle import KVHandle
 from ..cache.layers import KVQuantLayer
 from ..cache.support import check_layers
+from ..ops import is_uneven
 from ..storage.layer_store import LayerStore
 from .families import FAMILIES, Attend, Family, family_of
 from .masks import is_tracing, num_pads
@@ -130,6 +131,8 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
         offset = 0 if storage.is_empty else storage.lengths[0]
         if mask.device.type == "cpu" or q_len > 1:
             notes.has_holes = notes.has_holes or not _is_left_padded(_visible(family, mask), starts, offset)
+        if storage.is_empty or q_len > 1:
+            notes.is_uneven = is_uneven(starts, offset + q_len)
         if storage.is_empty:
             notes.starts, notes.has_dense_masks = starts, True
     if is_left_alone or storage.is_empty or notes.has_holes:
@@ -180,7 +183,10 @@ def _attend(
         handle.step.storage.masked_window = options.get("sliding_window", 0)
     # CodeGen rotates queries in float32. Round them like the keys, since kernels take the model's dtype.
     out, _ = handle.step.storage.attend(
-        query.to(value.dtype), starts=starts.expand(query.shape[0]).contiguous(), **options
+        query.to(value.dtype),
+        starts=starts.expand(query.shape[0]).contiguous(),
+        is_uneven=handle.step.is_uneven,
+        **options,
     )
     return out.flatten(2)
 

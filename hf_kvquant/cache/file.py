@@ -92,6 +92,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
             "has_transforms": cache.has_transforms,
             "has_holes": cache.notes.has_holes,
             "has_seen_mask": cache.notes.has_seen_mask,
+            "is_uneven": cache.notes.is_uneven,
             "layers": layers,
         }
     )
@@ -135,6 +136,8 @@ def load_cache(
             cache = kind(model.config, config, max_cache_len=max_cache_len, key_transforms=given)
             cache.notes.has_holes = flag(facts, "has_holes")
             cache.notes.has_seen_mask = flag(facts, "has_seen_mask")
+            # Files of earlier versions lack it. Their caches had no plans.
+            cache.notes.is_uneven = "is_uneven" in facts and flag(facts, "is_uneven")
             storages = _storages(where, cache, model)
             plans = saved_layers(facts, storages)
             _check_header(file, plans)

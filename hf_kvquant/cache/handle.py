@@ -34,6 +34,8 @@ class MaskNotes:
             chunk, which is written before attention passes it. Masks of later chunks do not change it when traced.
         has_holes: Whether a mask hid other tokens than left padding. Kernels only support left padding, so from then on
             masks are dense and attention falls back.
+        is_uneven: Whether sequences are padded so unequally that steps are dealt by split plans, in the mask of the
+            newest chunk that was no decode step: these must not wait for the device.
         has_seen_mask: Whether a mask was made outside a compiled step, so that the other notes are valid.
         has_dense_masks: Whether the model makes its masks without our mask function (see `unregistered.py`). Lengths
             are then plain integers: a mark has no use, and the compiler could not trace it.
@@ -46,7 +48,7 @@ class MaskNotes:
 
     def forget(self) -> None:
         """Forget all masks."""
-        self.has_holes = self.has_seen_mask = self.has_dense_masks = False
+        self.has_holes = self.is_uneven = self.has_seen_mask = self.has_dense_masks = False
         self.starts: Tensor | None = None
 
 
@@ -76,10 +78,15 @@ class KVStep:
 
     In models that share keys and values, several layers attend through one step. The first of them appends the pending
     tokens.
+
+    Args:
+        storage: Of the layer.
+        is_uneven: See `LayerStore.attend`.
     """
 
-    def __init__(self, storage: LayerStore) -> None:
+    def __init__(self, storage: LayerStore, is_uneven: bool = False) -> None:
         self.storage = storage
+        self.is_uneven = is_uneven
         self._dense: tuple[Tensor, Tensor] | None = None
         self._pairs = 0
 

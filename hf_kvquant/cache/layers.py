@@ -118,7 +118,8 @@ class KVQuantLayer(CacheLayerMixin):
                 # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
                 return key_states.contiguous(), value_states.contiguous()
             return key_states, value_states
-        step = KVStep(storage)
+        # Compiled steps get no plan, and reading the note would make them depend on it.
+        step = KVStep(storage, not torch.compiler.is_compiling() and self.notes.is_uneven)
         return KVHandle(step, 0), KVHandle(step, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

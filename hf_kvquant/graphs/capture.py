@@ -82,13 +82,14 @@ def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any
         # A tensor created in inference mode cannot be written outside of it.
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type),
-        buffers_of(cache),
+        what_steps_use(cache),
         signature_of(inputs),
     )
 
 
-def buffers_of(cache: KVQuantCache) -> Hashable:
-    return tuple(storage.addresses() for storage in cache.storages)
+def what_steps_use(cache: KVQuantCache) -> Hashable:
+    """The buffers of a cache, and whether its steps make a split plan."""
+    return tuple(storage.addresses() for storage in cache.storages), cache.notes.is_uneven
 
 
 def _what_runs(model: PreTrainedModel) -> Iterator[Any]:
@@ -312,7 +313,7 @@ class Forward:
         for storage in cache.storages:
             storage.check_room(num_tokens)
         # Weights do not move within one call of `generate`, so they are checked only once.
-        quick_key = (buffers_of(cache), signature_of(inputs))
+        quick_key = (what_steps_use(cache), signature_of(inputs))
         step: _CapturedForward = self._kept.get(quick_key, lambda: self._captured(num_tokens, cache, inputs))
         try:
             return step.forward(self._model, cache, inputs)

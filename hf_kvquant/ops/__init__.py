@@ -20,7 +20,7 @@ from .kernels import (
     why_reference,
 )
 from .operands import Operands, append, decode, new_counters
-from .planning import num_slots_of, split_plan
+from .planning import is_uneven, num_slots_of, split_plan
 
 __all__ = [
     "MAX_CUDA_HEAD_DIM",
@@ -35,6 +35,7 @@ __all__ = [
     "decode",
     "extension",
     "has_kernels",
+    "is_uneven",
     "kernel_name",
     "new_counters",
     "num_slots_of",

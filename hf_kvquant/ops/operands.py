@@ -45,6 +45,9 @@ class Operands:
         serves = kernels.has_kernel(
             codes.device, layout.key.head_dim_of(codes), layout.value.head_dim_of(value_planes.codes)
         )
+        # Whether the kernel for few query rows serves, which alone takes a split plan; others ignore it.
+        has_codes = all(each.is_quantized for each in layout.formats)
+        self.takes_split_plan = serves and codes.device.type == "cuda" and has_codes and not layout.is_ring
         # Overloads: looking up a name in every call would take 2 of 17 us on a CPU.
         self._append = (torch_ops.append if serves else torch_ops.append_reference).default
         self._dequantize = torch_ops.dequantize.default if serves and codes.device.type == "cuda" else None
@@ -117,8 +120,8 @@ class Operands:
                 fewer parts if the capacity is too small for so many, and at most 127 or 255 for a ring on a GPU;
                 neither depends on the batch or its lengths. The reference does not cut sequences.
             page_table: As in `append`. The capacity of a sequence is that of its pages.
-            split_plan: Of the function of that name, for these lengths, if there is a page table. It says how the CUDA
-                kernel for few query rows cuts sequences; others ignore it.
+            split_plan: Of the function of that name, for these lengths; not for a ring. It says how the CUDA kernel for
+                few query rows cuts sequences; others ignore it.
 
         Returns:
             out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is

@@ -14,6 +14,9 @@ from .._ops import ops as torch_ops
 
 # A share of fewer tokens takes longer to combine than it saves.
 MIN_TOKENS = 256
+# How much of a batch must be padding for a step over contiguous planes to get a plan. The kernel's own cut knows only
+# the capacity, but suits a batch of nearly equal sequences. 1 turns plans off, except over pages.
+MIN_PADDING = 0.125
 MAX_SLOTS = 2**15 - 1
 # Thread blocks of the attention kernel that run on a multiprocessor at once; see planned_cut in csrc/cuda/plan/cut.cpp.
 CTAS_PER_MULTIPROCESSOR = 2
@@ -25,37 +28,54 @@ def num_slots_of(device: torch.device, num_kv_heads: int) -> int:
     return CTAS_PER_MULTIPROCESSOR * multiprocessors // num_kv_heads
 
 
-def split_plan(lengths: Tensor, num_slots: int) -> Tensor:
+def is_uneven(starts: Tensor, num_tokens: int | Tensor) -> bool:
+    """Whether sequences that end at the same token begin so far apart that a plan is worth it. Waits for the device.
+
+    Args:
+        starts: `[batch]` integers: first position of each sequence.
+        num_tokens: Where they end.
+    """
+    first = starts.min()
+    return bool((starts - first).sum() > MIN_PADDING * len(starts) * (num_tokens - first))
+
+
+def split_plan(lengths: Tensor, num_slots: int, starts: Tensor | None = None) -> Tensor:
     """Cut sequences into shares, by their part of all tokens. Nothing here waits for the device.
 
     Args:
-        lengths: `[batch]` int32: tokens of each sequence.
+        lengths: `[batch]` int32: tokens of each sequence, padding included.
         num_slots: At most so many shares are made of sequences that are cut.
+        starts: `[batch]` int32 on the same device: first position that is not padding, which is left out; `None` for
+            0. Negative numbers count as 0. With other starts than those of `decode`, a plan is only less even.
 
     Returns:
         `[batch + num_slots, 4]` int32, one row for each thread block of a head: the sequence, or -1 for none; its
-        length; which share of it, plus 2^16 times how many shares it has; and, if it is cut, the place of its first
-        share among all of these. Long shares come first.
+        length, padding included; which share of it, plus 2^16 times how many shares it has; and, if it is cut, the
+        place of its first share among all of these. Long shares come first.
 
     Raises:
         ValueError: An argument does not fit; the message names it.
     """
-    plan: Tensor = torch_ops.split_plan(lengths, num_slots, MIN_TOKENS)
+    plan: Tensor = torch_ops.split_plan(lengths, starts, num_slots, MIN_TOKENS)
     return plan
 
 
-def split_plan_reference(lengths: Tensor, num_slots: int, min_tokens: int) -> Tensor:
+def split_plan_reference(lengths: Tensor, starts: Tensor | None, num_slots: int, min_tokens: int) -> Tensor:
     """The op without a kernel."""
     if lengths.ndim != 1 or lengths.dtype != torch.int32 or not lengths.is_contiguous() or len(lengths) == 0:
         raise ValueError(
             "split_plan: `lengths` must be [batch] torch.int32 and contiguous, and not empty, got "
             f"{list(lengths.shape)} {lengths.dtype}."
         )
+    if starts is not None:
+        _check_starts(starts, lengths)
     if not 0 <= num_slots <= MAX_SLOTS:
         raise ValueError(f"split_plan: `num_slots` must be between 0 and {MAX_SLOTS}, got {num_slots}.")
     if min_tokens <= 0:
         raise ValueError(f"split_plan: `min_tokens` must be positive, got {min_tokens}.")
     held = lengths.clamp(min=0).long()
+    if starts is not None:
+        held = (held - starts.clamp(min=0)).clamp(min=0)
     shares = held * num_slots // held.sum().clamp(min=1)
     shares = shares.minimum(held // min_tokens).clamp(min=1)
     order = (-(-held // shares)).argsort(descending=True, stable=True)
@@ -73,3 +93,16 @@ def split_plan_reference(lengths: Tensor, num_slots: int, min_tokens: int) -> Te
         torch.where(is_used, (slots.cumsum(0) - slots)[row], 0),
     )
     return torch.stack(columns, dim=1).int()
+
+
+def _check_starts(starts: Tensor, lengths: Tensor) -> None:
+    if starts.device != lengths.device:
+        raise ValueError(
+            f"split_plan: `starts` must be on the device of `lengths`, {lengths.device}, got {starts.device}. "
+            "Move it there."
+        )
+    if starts.shape != lengths.shape or starts.dtype != torch.int32 or not starts.is_contiguous():
+        raise ValueError(
+            f"split_plan: `starts` must be {list(lengths.shape)} torch.int32 and contiguous like `lengths`, got "
+            f"{list(starts.shape)} {starts.dtype}."
+        )

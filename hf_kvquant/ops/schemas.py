@@ -57,7 +57,7 @@ FUSED_SCHEMAS = (
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
-SPLIT_PLAN_SCHEMA = "split_plan(Tensor lengths, int num_slots, int min_tokens) -> Tensor"
+SPLIT_PLAN_SCHEMA = "split_plan(Tensor lengths, Tensor? starts, int num_slots, int min_tokens) -> Tensor"
 
 _MAX_PLANNED = 65535  # entries of a split plan: an axis of a grid
 
@@ -222,7 +222,7 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
     if arguments["page_table"] is not None:
         _check_pages(where, arguments["page_table"], cache.layout, slots, rows)
     if arguments.get("split_plan") is not None:
-        _check_split_plan(where, arguments)
+        _check_split_plan(where, arguments, cache.layout)
     for name, (x, sizes, dtypes) in _expected(where, arguments, cache).items():
         fits = x.ndim == len(sizes) and all(size in (None, found) for size, found in zip(sizes, x.shape, strict=True))
         if not fits or x.dtype not in dtypes:
@@ -269,10 +269,12 @@ def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: in
         )
 
 
-def _check_split_plan(where: str, arguments: Arguments) -> None:
+def _check_split_plan(where: str, arguments: Arguments, layout: KVLayout) -> None:
     split_plan, batch = arguments["split_plan"], len(arguments["lengths"])
-    if arguments["page_table"] is None:
-        raise ValueError(f"{where}: `split_plan` must be None without a page table, got a tensor.")
+    if layout.is_ring:
+        raise ValueError(
+            f"{where}: `split_plan` must be None for a ring, got a tensor. Its sequences have equal lengths."
+        )
     if arguments["num_splits"] != 0:
         raise ValueError(
             f"{where}: `num_splits` must be 0 with a split plan, got {arguments['num_splits']}. The plan says how "
@@ -443,7 +445,7 @@ def _fake_like(op: str, *like: str) -> Callable[..., Any]:
     return fake
 
 
-def _split_plan_fake(lengths: Tensor, num_slots: int, min_tokens: int) -> Tensor:
+def _split_plan_fake(lengths: Tensor, starts: Tensor | None, num_slots: int, min_tokens: int) -> Tensor:
     return lengths.new_empty((len(lengths) + num_slots, 4))
 
 

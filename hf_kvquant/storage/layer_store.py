@@ -25,12 +25,13 @@ from ..spec.layout import KVLayout, Rows, Shape
 from . import dense
 from .buffers import allocate_for, resize
 from .checks import check_served, checked_transform, fits, refuse
+from .dealing import step_plan
 from .lengths import Count, LengthGroup, Lengths
 from .offloading import Offloaded, Offloader, check_not_captured
 from .pool import BufferPool
 from .residency import Owned, Pooled, Sides
 from .rows import Linear, Ring
-from .tally import Tally, causal_pairs
+from .tally import Tally, note_read
 from .unrolled import Unrolled, unroll
 from .writer import Writer, freeze_scales
 
@@ -292,7 +293,13 @@ class LayerStore:
         self.writer.append(lengths, starts)
 
     def attend(
-        self, query: Tensor, *, softmax_scale: float, starts: Tensor | None = None, **options: Any
+        self,
+        query: Tensor,
+        *,
+        softmax_scale: float,
+        starts: Tensor | None = None,
+        is_uneven: bool = False,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Write pending tokens and attend to everything stored, in one op. See `ops.Operands.decode`.
 
@@ -300,6 +307,7 @@ class LayerStore:
             query: `[batch, num_q_heads, q_len, head_dim]`, the newest `q_len` tokens, as the model makes it.
             softmax_scale: Multiplies query · key.
             starts: `[batch]` int32: first position that is not padding; `None` for 0.
+            is_uneven: Whether starts differ so much that a GPU should be dealt the sequences by a split plan.
             **options: `sinks`, `alibi_slopes`, `softcap`, `sliding_window`, `num_splits`. A layer with a window uses
                 its own, for which masks are made, whatever `sliding_window` is.
         """
@@ -316,12 +324,14 @@ class LayerStore:
         else:
             assert self.length_group is not None
             lengths = self.length_group.tensor_of(self._member)  # without the two calls of the property
+            if is_uneven:
+                plans = self.length_group.plans_of(self._member)
+                options["split_plan"] = step_plan(self, plans, query, starts, options)
             result = self.writer.attend(query, lengths, softmax_scale=softmax_scale, starts=starts, **options)
             if not torch.compiler.is_compiling():
                 self.starts = starts  # decides which first tokens are dense
-        if self.tally.pairs_read is not None and not torch.compiler.is_compiling():
-            first = self.length - query.shape[2]
-            self.tally.pairs_read += self.batch * causal_pairs(self.length, first, options.get("sliding_window", 0))
+        if self.tally.pairs_read is not None:
+            note_read(self, query.shape[2], options.get("sliding_window", 0))
         return result
 
     def dequantize(self) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,13 @@ class LengthGroup:
         self._newest = 0  # tokens of the newest step
         # By member: None while it is level with the tensor, else the tokens it holds or one of the two marks above.
         self._behind: list[Count | None] = []
+        # Split plans made from the present numbers of the tensor (`dealing.py`), by number of key-value heads.
+        self._plans: dict[int, Tensor] = {}
         self._free: list[int] = []  # numbers of members that have left
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: plans are left out, and made again when needed."""
+        return {**self.__dict__, "_plans": {}}
 
     @property
     def num_members(self) -> int:
@@ -124,6 +130,10 @@ class LengthGroup:
         self._check_found(behind)
         return _fill(torch.empty_like(self.tensor), behind)
 
+    def plans_of(self, member: int) -> dict[int, Tensor]:
+        """Split plans that members level with this one have made of their lengths, to look up and to add to."""
+        return self._plans if self._behind[member] is None else {}
+
     def advance(self, member: int, tokens: int) -> None:
         """Count new tokens of a member: the first member of a step advances the tensor, the others catch up with it.
 
@@ -134,6 +144,7 @@ class LengthGroup:
         if behind is None:
             self._leave_behind(member)
             self.tensor.add_(tokens)
+            self._plans = {}
             self._value = None if torch.compiler.is_compiling() else plus(self._known(), tokens)
             self._newest = tokens
         elif behind == _ONE_STEP_BEHIND and tokens == self._newest:
@@ -163,10 +174,12 @@ class LengthGroup:
         """Count on the host what a replayed CUDA graph has added to the tensor. All members must be level with it."""
         self._value = plus(self._known(), tokens)
         self._newest = tokens
+        self._plans = {}
 
     def ask_device(self) -> None:
         """Read the length from the device when next needed. All members must be level with the tensor."""
         self._value = None
+        self._plans = {}
 
     def forget_capture(self, length: int) -> None:
         """Undo what a failed capture counted on the host. Before it, all members were level; the tensor is unchanged.
@@ -175,6 +188,7 @@ class LengthGroup:
             length: Tokens that the tensor holds.
         """
         self._value = length
+        self._plans = {}
         self._behind = [behind if behind == _LOST else None for behind in self._behind]
 
     def place(self, member: int, length: Count) -> None:
@@ -182,6 +196,7 @@ class LengthGroup:
         if length != self._value:
             self._leave_behind(member)
             _fill(self.tensor, length)
+            self._plans = {}
             self._value, self._is_ragged = length, isinstance(length, tuple)
             self._behind = [None if behind == length else behind for behind in self._behind]
         self._behind[member] = None

@@ -54,6 +54,13 @@ def note_fallback(store: LayerStore, reason: str) -> None:
     _log_fallback(reason)
 
 
+def note_read(store: LayerStore, q_len: int, window: int) -> None:
+    """Count a step that was served from codes, if such steps are counted."""
+    tally = store.tally
+    if tally.pairs_read is not None and not torch.compiler.is_compiling():
+        tally.pairs_read += store.batch * causal_pairs(store.length, store.length - q_len, window)
+
+
 def causal_pairs(tokens: int, first_chunk: int, window: int = 0) -> int:
     """(Query, token) pairs that one layer serves from codes for a text fed in chunks, whatever their size.
 

@@ -42,6 +42,11 @@ class Writer:
         """Drop the planes."""
         self._operands = None
 
+    @property
+    def takes_split_plan(self) -> bool:
+        """Whether `attend` makes use of a split plan. See `ops.Operands.decode`."""
+        return self._operands is not None and self._operands.takes_split_plan
+
     def append(self, lengths: Tensor, starts: Tensor | None) -> None:
         """Write the pending tokens. See `ops.Operands.append`."""
         assert self.pending is not None and self._operands is not None

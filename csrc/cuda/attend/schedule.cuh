@@ -7,8 +7,9 @@
 // number of splits in every batch, and without padding or a window a thread block knows where it begins before it knows
 // the length. Parts of a unit meet in the workspace, where the last one combines them (combine.cuh).
 //
-// With pages, the caller may deal the work by a split plan instead: each entry is a share of a sequence, long ones
-// first, and sequences have as many shares as their lengths ask for. hf_kvquant/ops/planning.py makes it.
+// The caller may deal the work by a split plan instead: each entry is a share of a sequence, long ones first, and
+// sequences have as many shares as their lengths ask for. hf_kvquant/ops/planning.py makes it. Only kernels for pages
+// take one.
 //
 // Tried and no faster (H200, 2026-11): persistent thread blocks that fetch their next part and start its copies before
 // the last part is merged, and an even distribution of all steps, whatever the lengths: neither hides the fixed cost of

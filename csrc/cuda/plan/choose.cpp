@@ -85,7 +85,10 @@ AttendKernel choose_kernel(const DecodeParams& params) {
                              has_loadable_tail(values, params.query.dtype);
     if (!is_loadable) return {};
     const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-    return row.kernel(std::max(keys.head_dim, values.head_dim), num_rows, params.page_table != nullptr);
+    const int head_dim = std::max(keys.head_dim, values.head_dim);
+    const AttendKernel paged = row.kernel(head_dim, num_rows, true);
+    const bool is_planned = params.split_plan != nullptr && num_rows <= paged.rows_per_tile;
+    return params.page_table != nullptr || is_planned ? paged : row.kernel(head_dim, num_rows, false);
   }
   return {};
 }

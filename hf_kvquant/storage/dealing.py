@@ -1,0 +1,47 @@
+"""Split plans for the decode steps of padded batches: which steps get one, and that the layers of a step share it.
+
+A plan is made from the lengths on the device, by the first layer of a step that attends, and kept beside these lengths
+until they change: by the next step, a crop, a replay, or a layer that counts alone. A captured step makes its plan
+anew in every replay, since the kernel that makes it is part of the graph. Compiled steps get none: each layer would
+make its own. `ops/planning.py` explains plans and makes them; its `MIN_PADDING` says from when on they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+if TYPE_CHECKING:
+    from .layer_store import LayerStore
+
+
+def step_plan(
+    store: LayerStore, plans: dict[int, Tensor], query: Tensor, starts: Tensor | None, options: Mapping[str, Any]
+) -> Tensor | None:
+    """The split plan for a step over a layer whose sequences are uneven; `None` if it must not have or use one.
+
+    Args:
+        store: Of the layer; its lengths count the tokens of the step.
+        plans: Made of these lengths already, by number of key-value heads. A new one is added. With the starts of
+            another layer, a plan is as correct.
+        query: `[batch, num_q_heads, q_len, head_dim]`.
+        starts: `[batch]` int32: first position that is not padding; `None` for 0.
+        options: Of `LayerStore.attend`. With a window, all long sequences have the same work; a fixed number of splits
+            promises the same bits in every batch.
+    """
+    is_step = query.shape[0] > 1 and query.shape[2] == 1 and starts is not None
+    is_served = store.writer.takes_split_plan and query.dtype != torch.float32
+    if not (is_step and is_served) or options.get("sliding_window") or options.get("num_splits"):
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    num_kv_heads = store.shape[1]
+    if num_kv_heads not in plans:
+        num_slots = ops.num_slots_of(store.device, num_kv_heads)
+        plans[num_kv_heads] = ops.split_plan(store.lengths, num_slots, starts)
+    return plans[num_kv_heads]
