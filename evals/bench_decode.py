@@ -86,7 +86,7 @@ QUICK_PRESETS = ["int8", "int4"]
 
 # Standard deviations of uniformly drawn codes, or of e4m3 bytes without their highest exponent bit. Dividing by them
 # gives values of order one.
-_SPREAD = {"int8": 73.6, "int4": 4.6, "fp8": 0.6}
+_SPREAD = {"int8": 73.6, "int4": 4.6, "int2": 1.1, "fp8": 0.6}
 
 
 def random_planes(shape: Shape, kv_format: KVFormat) -> Planes:

@@ -122,6 +122,15 @@ def test_a_tighter_goal_takes_more_bits() -> None:
     assert result.config == KVQuantConfig.from_preset("none")
 
 
+@pytest.mark.parametrize("preset", ["k4v2", "int2"])
+def test_dense_windows_of_a_preset_are_picked_with_it(preset: str) -> None:
+    result = run_preflight(build(), presets=[preset, "none"], measure=False)
+    assert result.config == KVQuantConfig.from_preset(preset) and result.spelled() == repr(preset)
+    assert verdict.name_of(result.config.formats(0)) == preset
+    without = KVQuantConfig.from_preset(preset, residual_length=0)
+    assert verdict.name_of(without.formats(0)).endswith("first 4 and last 0 tokens dense")
+
+
 def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer alone is within the goal, both are not: the one that costs more moves on."""
     costs = {"int4": 0.009, "int8": 0.001}
