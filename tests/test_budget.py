@@ -104,9 +104,11 @@ def test_the_best_presets_within_the_budget_are_picked() -> None:
 
 
 def test_all_presets_are_tried_by_default() -> None:
-    result = run_preflight(build(num_hidden_layers=1), bits=40)
+    result = run_preflight(build(num_hidden_layers=1, max_position_embeddings=600), bits=40)
     assert result.config == KVQuantConfig.from_preset("none") and result.bits == 32
-    assert {name for name, _ in result.layers[0].tried} == set(check.PRESETS) - {"none"}
+    costs = dict(result.layers[0].tried)
+    assert set(costs) == set(check.PRESETS) - {"none"}
+    assert costs["int2"] > costs["int4"] > costs["int8"]
 
 
 def test_the_smallest_budget_is_named_and_works() -> None:
@@ -157,8 +159,18 @@ def test_dense_windows_are_measured_on_longer_text() -> None:
     model = build(max_position_embeddings=512)
     windowed = run_preflight(model, {"preset": "int4", "residual_length": 128})
     assert windowed.num_tokens == 511 and run_preflight(model, "int4").num_tokens == divergence.NUM_WINDOWS * 255
-    texts = {"tokenizer": models.tokenizer(), "texts": [text()]}
-    assert 512 <= run_preflight(model, {"preset": "int4", "residual_length": 128}, **texts).num_tokens <= 1024
+    texts: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()]}
+    assert 511 <= run_preflight(model, {"preset": "int4", "residual_length": 128}, **texts).num_tokens <= 1024
+
+
+def test_dense_windows_need_texts_that_read_the_codes_behind_them() -> None:
+    model = build(max_position_embeddings=1024)
+    options: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()[i : i + 500] for i in (0, 500, 1000)]}
+    with pytest.raises(PreflightError, match="windows of 500 tokens, too few to read codes behind the dense tokens"):
+        KVQuantConfig.for_model(model, "int2", **options)
+    assert run_preflight(model, "int2", **{**options, "texts": [text()]}).kld is not None
+    assert run_preflight(build(max_position_embeddings=500), "int2", **options).kld is not None, "its whole context"
+    assert "int2" not in {layer.name for layer in run_preflight(model, bits=9, **options).layers}
 
 
 def test_a_budget_that_corrupts_the_output_is_refused() -> None:

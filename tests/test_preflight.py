@@ -627,9 +627,11 @@ def test_the_command_picks(folders: dict[str, str], capsys: pytest.CaptureFixtur
     for layer in result.layers:
         assert f"│ {layer.layer_idx} │ {layer.name} │ 0.00 │" in output
     assert output.endswith(f"Use it with: hf_kvquant.patch(model, {result.spelled()})")
-    code, output, error = run(capsys, folders["easy"], "--check", "--bits", "40")
+    code, output, error = run(capsys, folders["easy"], "--check", "--bits", "4")
     assert code == 0 and error == ""
-    assert "take 32 bits per number on average, of 40 allowed." in output and output.endswith("patch(model, 'none')")
+    result = run_preflight(load(folders["easy"], "auto", torch.device("cpu"))[0], bits=4)
+    assert f"take {result.bits:.4g} bits per number on average, of 4 allowed." in output
+    assert output.endswith(f"Use it with: hf_kvquant.patch(model, {result.spelled()})")
     file = tmp_path / "text.txt"
     file.write_text(text(), encoding="utf-8")
     code, output, error = run(capsys, folders["easy"], "--check", "--preset", "int8", "--text-file", str(file))

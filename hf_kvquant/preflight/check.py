@@ -233,7 +233,9 @@ class _Check:
         if not any(each.is_quantized for each in formats):
             return 0.0
         if not all(map(self.meter.reads_codes, formats)):
-            return f"the texts give windows of {self.meter.longest} tokens, too few to fill a block of keys"
+            is_windowed = any(each.sink_length or each.residual_length for each in formats)
+            why = "read codes behind the dense tokens" if is_windowed else "fill a block of keys"
+            return f"the texts give windows of {self.meter.longest} tokens, too few to {why}"
         try:
             return self.meter.kld(config)
         except CannotMeasure as error:

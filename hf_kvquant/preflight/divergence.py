@@ -37,8 +37,10 @@ CHUNK = 64
 # of what its queries see are codes; in windows of 256 tokens 14 %.
 LONG_WINDOW = NUM_WINDOWS * WINDOW
 # Keys with a scale per channel are read as codes only from the first full block on. To measure them, a window has to be
-# longer than a block by this share of one.
+# longer than a block by this share of one. Behind dense windows, it needs this many times their tokens: then a third of
+# what queries see are codes.
 BLOCK_MARGIN = 0.5
+DENSE_TIMES = 4
 
 
 def alone(index: int, formats: LayerFormats) -> KVQuantConfig:
@@ -149,10 +151,9 @@ class Meter:
 
     def reads_codes(self, formats: LayerFormats) -> bool:
         """Whether the text is long enough for keys to be read as codes, or the model's context is too short anyway."""
-        block_size = formats.key.block_size
-        if block_size is None or self.longest >= (1 + BLOCK_MARGIN) * block_size:
-            return True
-        return positions_of(self.model, WINDOW) < (1 + BLOCK_MARGIN) * block_size
+        num_dense = formats.sink_length + formats.residual_length
+        needed = DENSE_TIMES * num_dense + (1 + BLOCK_MARGIN) * (formats.key.block_size or 0)
+        return self.longest >= needed or positions_of(self.model, LONG_WINDOW) < needed
 
     def _run(self, config: KVQuantConfig) -> Iterator[Tensor]:
         """Logits of all chunks but the first, which fills the cache."""
