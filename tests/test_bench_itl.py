@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_capture import Recorded
 
-from hf_kvquant import PRESETS
+from hf_kvquant import PRESETS, KVQuantCache
 from hf_kvquant.graphs import capture
+from hf_kvquant.graphs.decode_loop import STEPS_AHEAD, _Loop
 
 EVALS = Path(__file__).resolve().parents[1] / "evals"
 CURVES = st.dictionaries(st.integers(0, 30), st.integers(0, 20), min_size=1, max_size=5)
@@ -88,6 +89,23 @@ def test_results(
     assert lines["dynamic", 2]["us_per_1k"] is None and lines["static", 1]["points"] == 2
     again, _ = run(bench, monkeypatch, capsys, path, *cases, "--arms", "dynamic")
     assert again["rows"] == results["rows"] and len(again["failures"]) == 2
+
+
+def test_steps_run_ahead_as_in_a_cache_that_generate_makes(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also with dense windows, where the host would wait for every step of a cache of the user's."""
+    ahead: list[int] = []
+    run_steps = _Loop._run_steps
+
+    def noted(self: _Loop, report: Any, steps_ahead: int) -> Any:
+        ahead.append(steps_ahead)
+        return run_steps(self, report, steps_ahead)
+
+    monkeypatch.setattr(_Loop, "_run_steps", noted)
+    run(bench, monkeypatch, capsys, tmp_path / "itl.json", "--cases", "1x200", "--arms", "int2")
+    assert ahead == [0, STEPS_AHEAD]  # the call that captures returns its cache
+    assert not hasattr(KVQuantCache, "_is_user_defined")
 
 
 def test_every_preset_is_an_arm(bench: ModuleType) -> None:
