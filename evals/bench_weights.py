@@ -22,13 +22,16 @@ Method:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from bench_generate import (
@@ -44,13 +47,14 @@ from bench_generate import (
     weight_bytes,
 )
 from generate_cases import MODELS, Case
-from generate_systems import SYSTEMS, bytes_per_token, call, check_served, clean_up
+from generate_systems import SYSTEMS, System, bytes_per_token, call, check_served, clean_up
 from gpu_timing import time_calls
 from rich.console import Console
 from rich.table import Table
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from weight_methods import BF16, METHODS, bytes_of, quantize, shapes_of
 
+from hf_kvquant import KVQuantCache
 from hf_kvquant.evaluation.provenance import card, gpu_card, gpu_state
 from hf_kvquant.graphs.fusion import fused
 
@@ -118,19 +122,35 @@ def products(model: Any, shapes: dict[str, tuple[int, int]], rows: int, bandwidt
     return found
 
 
-def measure_step(model: Any, case: Case, num_new: int) -> dict[str, Any]:
+def measure_step(
+    model: Any, case: Case, num_new: int, system: System = SYSTEMS[SYSTEM], calls: int = CALLS
+) -> dict[str, Any]:
     """Time decode steps of one case behind a cache of random numbers."""
     first, tokens, clocks = num_new // 4, case.context + num_new, []
-    with SYSTEMS[SYSTEM](model, tokens) as arguments:
+    with system(model, tokens) as arguments:
         options = {"return_dict_in_generate": True, **arguments()}
-        cache = call(model, Case(case.batch, 1), first, options)[1].past_key_values  # captures the step
-        for _ in range(CALLS):
+        cache = call(model, Case(case.batch, 1), first, options)[1].past_key_values  # captures or compiles the step
+        for _ in range(calls):
+            if type(cache) is DynamicCache:
+                cache = DynamicCache(config=model.config)  # its `reset` would keep the tokens
             cache.reset()
             fill(model, cache, case.batch, case.context - 1)
-            clocks.append(call(model, case, num_new, {"past_key_values": cache})[0])
+            with made_by_generate():
+                clocks.append(call(model, case, num_new, {"past_key_values": cache})[0])
         check_served(cache)
         cache_bytes = case.batch * tokens * (bytes_per_token(cache) or 0)
     return {**step_figures(clocks, first, case.batch), "cache_bytes": cache_bytes}
+
+
+@contextlib.contextmanager
+def made_by_generate() -> Iterator[None]:
+    """Let `generate` take our caches for its own, which end with the call.
+
+    With dense windows, steps that run ahead cannot be undone, so for a cache of the user's the host waits for each.
+    """
+    never = property(lambda cache: False, lambda cache, is_user_defined: None)
+    with mock.patch.object(KVQuantCache, "_is_user_defined", never, create=True):
+        yield
 
 
 @torch.no_grad()

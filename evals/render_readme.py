@@ -7,8 +7,9 @@ test renders every page again and compares, so every number on a page comes from
 by the numbers in its description, since its bytes depend on the version of matplotlib (`pip install matplotlib`, needed
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
 many new tokens, `render_batching.py` that of many requests, `render_parallel.py` that of several GPUs,
-`render_families.py` that of model families, `render_recipes.py` those of published recipes, `render_ablation.py` and
-`render_weights.py` those of quantised weights. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
+`render_families.py` that of model families, `render_itl.py` that of steps by the tokens held, with its picture,
+`render_recipes.py` those of published recipes, `render_ablation.py` and `render_weights.py` those of quantised weights.
+The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import render_batching
 import render_chunks
 import render_families
 import render_generate
+import render_itl
 import render_parallel
 import render_recipes
 import render_weights
@@ -43,15 +45,20 @@ PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 GENERATE_PICTURE = RESULTS / "generate.svg"
 RECIPES_PICTURE = RESULTS / "recipes.svg"
+ITL_PICTURE = RESULTS / "itl.svg"  # where there are results
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
-OPTIONAL_FILES += ("weights", "batching_weights")
+OPTIONAL_FILES += ("weights", "batching_weights", "itl")
 # Of a model whose weights are too large for the repository. Its parts say so until there are results.
 LARGER_FILES = ("recipes_larger", "ablation_larger", "ablation_larger_outliers")
 NOT_MEASURED = "Not measured yet."
+ITL_IMAGE = (
+    "![Line charts: the time of a decode step against the tokens held, for one sequence and for several. All lines "
+    "rise; the fewer bits a cache has, the flatter its line.](../evals/results/itl.svg)"
+)
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
@@ -104,9 +111,12 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         "recipes-needles": [render_recipes.needle_table(recipes)],
         "recipes-drift": [render_recipes.drift_table(recipes), render_recipes.drift_caption(recipes)],
     }
-    paragraphs |= {"recipes-larger": [NOT_MEASURED], "ablation-larger": [NOT_MEASURED]}
+    paragraphs |= {"recipes-larger": [NOT_MEASURED], "ablation-larger": [NOT_MEASURED], "itl": [NOT_MEASURED]}
     if "recipes_larger" in results:
         paragraphs["recipes-larger"] = render_recipes.larger(results["recipes_larger"], recipes)
+    if "itl" in results:
+        itl = results["itl"]
+        paragraphs["itl"] = [ITL_IMAGE, render_itl.slope_table(itl), render_itl.caption(itl)]
     if "chunks" in results:
         paragraphs["chunks"] = [render_chunks.chunk_table(results["chunks"]), render_chunks.caption(results["chunks"])]
     if "batching" in results:
@@ -384,6 +394,8 @@ def main() -> None:
     pictures.draw_decode(pictures.plotted_decode(results["decode"]), GPU_PICTURE)
     pictures.draw_generate(pictures.plotted_generate(results["generate"]), GENERATE_PICTURE)
     draw_recipes(RECIPES_PICTURE, plotted_recipes(results))
+    if "itl" in results:
+        render_itl.draw(render_itl.plotted(results["itl"]), ITL_PICTURE)
     texts = parts(results)
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8"), texts), encoding="utf-8")

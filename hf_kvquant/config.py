@@ -136,7 +136,8 @@ class KVQuantConfig(Formats):
             preset_or_config: The config to check, returned unchanged. `None` picks for each layer the smallest preset
                 that is good enough.
             force: Whether to return the config even if it corrupts the output, with a warning in the log.
-            **options: Of `run_preflight`: `tokenizer`, `texts`, `presets`, `max_kld`, `measure`, `progress`.
+            **options: Of `run_preflight`: `tokenizer`, `texts`, `presets`, `max_kld`, `bits`, `measure`, `progress`.
+                With `bits=4.5`, the best presets that take at most 4.5 bits per stored number are picked.
 
         Raises:
             PreflightError: The config corrupts the model's output, or a layer cannot be judged.

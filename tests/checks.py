@@ -182,7 +182,7 @@ def run_decode(
     assert_close(out, expected_out, bound, f"{what}, out")
     assert_same(lse.cpu() == -torch.inf, expected_lse == -torch.inf, f"{what}, rows that attend to nothing")
     if case.formats[0].is_integer:
-        # Kernels take the zero out of a logit's sum. Without a softcap, PyTorch's own error hides that in low precision.
+        # Kernels take the zero out of a logit's sum. In low precision without a softcap, PyTorch's error hides that.
         terms = max_logit_terms(query if coded_query is None else coded_query, key, abs(softmax_scale))
         max_logit = max(max_logit, terms)
     assert_close(lse, expected_lse, lse_bound(expected_lse, torch_lse, max_logit), f"{what}, lse")

@@ -144,6 +144,9 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
         def reads_codes(self, formats: Any) -> bool:
             return True
 
+        def sizes(self, index: int, formats: Any) -> tuple[int, int]:
+            return 68, 128
+
         def kld(self, config: KVQuantConfig) -> float:
             names = [verdict.name_of(config.formats(index)) for index in range(2)]
             weights = (3.0, 2.9) if "none" not in names else (1.0, 0.9)
@@ -633,6 +636,11 @@ def test_the_command_picks(folders: dict[str, str], capsys: pytest.CaptureFixtur
     for layer in result.layers:
         assert f"│ {layer.layer_idx} │ {layer.name} │ 0.00 │" in output
     assert output.endswith(f"Use it with: hf_kvquant.patch(model, {result.spelled()})")
+    code, output, error = run(capsys, folders["easy"], "--check", "--bits", "4")
+    assert code == 0 and error == ""
+    result = run_preflight(load(folders["easy"], "auto", torch.device("cpu"))[0], bits=4)
+    assert f"take {result.bits:.4g} bits per number on average, of 4 allowed." in output
+    assert output.endswith(f"Use it with: hf_kvquant.patch(model, {result.spelled()})")
     file = tmp_path / "text.txt"
     file.write_text(text(), encoding="utf-8")
     code, output, error = run(capsys, folders["easy"], "--check", "--preset", "int8", "--text-file", str(file))
@@ -660,6 +668,10 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
         (["--check", "--output", "new"], "`--output` must be left out with --check, got new. Nothing is saved"),
         (["--force"], "`--force` must come with --check, got it alone. Add --check."),
         (["--weights-only"], "`--weights-only` must come with --check, got it alone. Add --check."),
+        (["--bits", "4"], "`--bits` must come with --check, got it alone. Add --check."),
+        (["--check", "--bits", "4", "--preset", "int4"], "`--bits` must come without --preset, got both. Leave out "),
+        (["--check", "--bits", "4", "--weights-only"], "`--bits` must come without --weights-only, got both. Leave "),
+        (["--check", "--bits", "0"], "FOLDER cannot be checked. run_preflight: `bits` must be positive and finite, "),
         (["--check", "--rotate-values"], "`--rotate-values` must come without --check, which calibrates nothing"),
         (["--check", "--no-factors"], "`--no-factors` must come without --check, which calibrates nothing, got both."),
         (["--check", "--mode", "fold"], "`--mode` must come without --check, which calibrates nothing, got both."),

@@ -50,6 +50,8 @@ def test_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
     assert described(renderer.GPU_PICTURE) == renderer.pictures.plotted_decode(results["decode"])
     assert described(renderer.RECIPES_PICTURE) == renderer.plotted_recipes(results)
     assert described(renderer.GENERATE_PICTURE) == renderer.pictures.plotted_generate(results["generate"])
+    if "itl" in results:
+        assert described(renderer.ITL_PICTURE) == renderer.render_itl.plotted(results["itl"])
 
 
 def test_rendering_fills_what_is_between_markers(renderer: ModuleType) -> None:

@@ -51,6 +51,13 @@ def add_parser(commands: Any) -> None:
         help=f"one of {', '.join(PRESETS)} (default: int4; with --check, the smallest that each layer tolerates)",
     )
     add("--check", action="store_true", help="only check; without --text-file, on text that the model writes")
+    add(
+        "--bits",
+        type=float,
+        metavar="N",
+        help="with --check, find the presets that change the next token least and take at most N bits per stored "
+        "number on average, scales and zeros included",
+    )
     add("--weights-only", action="store_true", help="with --check, do not run the model on text")
     add("--force", action="store_true", help="with --check, exit with 0 whatever is found")
     add(
@@ -72,8 +79,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run `hf-kvquant calibrate`."""
-    for name in ("weights_only", "force"):
-        if getattr(args, name) and not args.check:
+    for name in ("bits", "weights_only", "force"):
+        if getattr(args, name) not in (None, False) and not args.check:
             raise UsageError(f"`{option(name)}` must come with --check, got it alone. Add --check.")
     for name, default in CALIBRATION.items() if args.check else ():
         if getattr(args, name) != default:
@@ -84,6 +91,12 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             "`--text-file` must come without --weights-only, which reads no text, got both. Leave out one."
         )
+    for name in ("preset", "weights_only"):
+        if args.bits is not None and getattr(args, name):
+            raise UsageError(
+                f"`--bits` must come without {option(name)}, got both. Leave out one: within these bits, presets are "
+                "picked by measuring them."
+            )
     preset = None if args.preset is None else checked_preset(args.preset)
     if args.check:
         check(args, preset)
@@ -153,7 +166,9 @@ def check(args: argparse.Namespace, preset: str | None) -> None:
     load_calibration(model, args.model)
     try:
         reader = None if texts is None else tokenizer
-        result = run_preflight(model, preset, tokenizer=reader, texts=texts, measure=not args.weights_only)
+        result = run_preflight(
+            model, preset, tokenizer=reader, texts=texts, bits=args.bits, measure=not args.weights_only
+        )
     except (NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(f"{args.model} cannot be checked. {error}") from error
     console = Console(highlight=False)

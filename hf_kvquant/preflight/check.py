@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,11 +25,12 @@ from ..config import PRESETS, KVQuantConfig, LayerFormats, register_preflight
 from ..models.probing import evaluating
 from ..patching import check_patchable, patched
 from ..transforms.of_model import key_transforms
-from .divergence import CannotMeasure, Meter, alone, read_text
+from .budget import cheapest
+from .divergence import LONG_WINDOW, WINDOW, CannotMeasure, Meter, alone, read_text
 from .signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of
 
-# The presets to pick from, the smallest first.
+# The presets to pick from, the smallest first. With a budget, all presets are.
 LADDER = ("int4", "int4-channel", "k8v4", "int8", "none")
 
 # KL divergences in nats per token with all layers quantised; one layer may have a fifth of each. Measured on the
@@ -48,8 +50,9 @@ def run_preflight(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     texts: Iterable[str] | None = None,
-    presets: Sequence[str] = LADDER,
+    presets: Sequence[str] | None = None,
     max_kld: float = GOAL,
+    bits: float | None = None,
     measure: bool = True,
     progress: bool = True,
     where: str = "run_preflight",
@@ -65,9 +68,14 @@ def run_preflight(
         preset_or_config: The formats to check. `None` picks a preset for every layer.
         tokenizer: The model's, for `texts`.
         texts: Text like the model's future input, 1,024 tokens or more.
-        presets: Presets to pick from, the preferred one first. If a config is given, remedies come from this list.
+        presets: Presets to pick from, the preferred one first. If a config is given, remedies come from this list. By
+            default those of `LADDER`, or all presets if `bits` are given.
         max_kld: Largest divergence of all layers together when formats are picked, in nats per token. A single layer
             may have a fifth of it. In any case, configs above three times `GOAL` are refused.
+        bits: The most bits per stored number of keys and values, on average over all layers that can be quantised.
+            Scales and zeros count. Dense windows do not, because they do not grow with the context. Every preset is
+            measured in every layer, and the combination within this budget is picked whose divergences, layer by layer,
+            have the smallest sum. Then that combination is measured as a whole.
         measure: Whether to run the model on text. Otherwise the weights alone decide, by coarse limits.
         progress: Whether to show progress on stderr. transformers' `disable_progress_bar()` also turns it off.
         where: Opens error messages and lines of progress.
@@ -80,6 +88,10 @@ def run_preflight(
         TypeError, ValueError: An argument is invalid or does not fit the model.
     """
     config = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
+    if bits is not None:
+        _check_bits(bits, preset_or_config, max_kld, measure, where)
+    if presets is None:
+        presets = LADDER if bits is None else list(PRESETS)
     rungs = _checked(presets, max_kld, tokenizer, texts, where)
     check_decoder(model, where)
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
@@ -88,8 +100,8 @@ def run_preflight(
         signals, left_out = read_signals(model, config, where=where)
         check = _Check(model, rungs, max_kld, lambda text: tell(doing=text), where, signals, left_out)
         if measure and signals:
-            check.prepare(tokenizer, texts)
-        result = check.result(config)
+            check.prepare(tokenizer, texts, config)
+        result = check.result(config, bits)
     return result if measure else dataclasses.replace(result, unmeasured="measure=False skips this.")
 
 
@@ -121,6 +133,30 @@ def _checked(
     return {name: KVQuantConfig.from_preset(name) for name in presets}
 
 
+def _check_bits(bits: object, given: object, max_kld: float, measure: bool, where: str) -> None:
+    if isinstance(bits, bool) or not isinstance(bits, (int, float)):
+        raise TypeError(f"{where}: `bits` must be a number, got {bits!r}. For example bits=4.5.")
+    if not 0 < bits < math.inf:
+        raise ValueError(
+            f"{where}: `bits` must be positive and finite, got {bits}. It is the mean per stored number: bits=4.5."
+        )
+    if given is not None:
+        raise ValueError(
+            f"{where}: `bits` must be left out with `preset_or_config`, got {bits} with {given!r}. A config already "
+            "sets every layer: give one of the two."
+        )
+    if not measure:
+        raise ValueError(
+            f"{where}: `bits` must come with measure=True, got measure=False. Formats are picked by the divergences "
+            "that they cause: leave out one."
+        )
+    if max_kld != GOAL:
+        raise ValueError(
+            f"{where}: `max_kld` must be left out with `bits`, got {max_kld}. With a budget, the smallest divergence "
+            "within it is picked."
+        )
+
+
 @dataclasses.dataclass
 class _Check:
     """Collects what is known of each layer in each format, and decides. Nothing is measured twice."""
@@ -137,18 +173,25 @@ class _Check:
     unmeasured: str = ""  # or why nothing can be measured
     known: dict[tuple[int, LayerFormats], float | str] = dataclasses.field(default_factory=dict)
 
-    def result(self, given: KVQuantConfig | None) -> Preflight:
-        """Check the given config, or pick one."""
-        config = self.picked() if given is None else given
+    def result(self, given: KVQuantConfig | None, budget: float | None = None) -> Preflight:
+        """Check the given config, or pick one, within a budget of bits per stored number if there is one."""
+        if given is not None:
+            config, remedy = given, "Let for_model pick presets: KVQuantConfig.for_model(model)"
+        elif budget is not None:
+            config, remedy = self.picked_within(budget), "Allow more bits"
+        else:
+            config, remedy = self.picked(), "End `presets` with 'none'"
         layers = tuple(self.layer(index, config.formats(index)) for index in self.signals)
         kld = self.whole(config)
-        problems = _problems(layers, kld, is_given=given is not None)
+        problems = _problems(layers, kld, remedy, is_given=given is not None)
         return Preflight(
             where=self.where,
             config=config,
             layers=layers,
             left_out=self.left_out,
             kld=kld,
+            bits=self.bits(config),
+            budget=budget,
             num_tokens=0 if self.meter is None else self.meter.num_scored,
             source=self.source,
             unmeasured=self.unmeasured,
@@ -156,10 +199,15 @@ class _Check:
             remedies={} if given is None else self.remedies(config, problems),
         )
 
-    def prepare(self, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str] | None) -> None:
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str] | None, given: KVQuantConfig | None
+    ) -> None:
         """Read the text, or let the model write one, and feed it to the unquantised cache."""
+        configs = self.rungs.values() if given is None else [given]
+        formats = [config.formats(index) for config in configs for index in self.signals]
+        window = LONG_WINDOW if any(each.residual_length for each in formats) else WINDOW
         try:
-            ids, self.source = read_text(self.model, tokenizer, texts, self.say, where=self.where)
+            ids, self.source = read_text(self.model, tokenizer, texts, self.say, window=window, where=self.where)
             self.say("the unquantised cache")
             self.meter = Meter(self.model, ids)
         except CannotMeasure as error:
@@ -185,7 +233,9 @@ class _Check:
         if not any(each.is_quantized for each in formats):
             return 0.0
         if not all(map(self.meter.reads_codes, formats)):
-            return f"the texts give windows of {self.meter.longest} tokens, too few to fill a block of keys"
+            is_windowed = any(each.sink_length or each.residual_length for each in formats)
+            why = "read codes behind the dense tokens" if is_windowed else "fill a block of keys"
+            return f"the texts give windows of {self.meter.longest} tokens, too few to {why}"
         try:
             return self.meter.kld(config)
         except CannotMeasure as error:
@@ -204,7 +254,11 @@ class _Check:
 
     def layer(self, index: int, formats: LayerFormats) -> LayerCheck:
         kld = self.kld(index, formats)
-        others = {other: value for (i, other), value in self.known.items() if i == index and other != formats}
+        others = {
+            other: value
+            for (i, other), value in self.known.items()
+            if i == index and other != formats and other.is_quantized
+        }
         return LayerCheck(
             layer_idx=index,
             formats=formats,
@@ -233,6 +287,49 @@ class _Check:
             movable.sort(key=lambda index: -cost if isinstance(cost := costs[index], float) else 0.0)
             for index in movable[: max(1, len(places) // 4)]:
                 places[index] += 1
+
+    def picked_within(self, budget: float) -> KVQuantConfig:
+        """The presets whose divergences, layer by layer, have the smallest sum within a budget of bits per number."""
+        if not self.signals:
+            return self._config_of({})
+        choices = {index: self._measured_choices(index) for index in self.signals}
+        assert self.meter is not None
+        num_values = sum(self.meter.sizes(index, formats[0][0])[1] for index, formats in choices.items())
+        table = [
+            [(self.meter.sizes(index, formats)[0], kld) for formats, kld in found] for index, found in choices.items()
+        ]
+        # A millionth of a byte forgives the rounding of the product.
+        places = cheapest(table, math.floor(budget * num_values / 8 + 1e-6))
+        if places is None:
+            smallest = 8 * sum(min(size for size, _ in each) for each in table) / num_values
+            raise ValueError(
+                f"{self.where}: `bits` must be at least {math.ceil(smallest * 1e4 - 1e-6) / 1e4:g} with `presets` "
+                f"{list(self.rungs)}, got {budget:g}. Allow more bits, or add a smaller preset."
+            )
+        return self._config_of({index: choices[index][place][0] for index, place in zip(choices, places, strict=True)})
+
+    def _measured_choices(self, index: int) -> list[tuple[LayerFormats, float]]:
+        """The presets' formats that fit a layer and can be measured, each with its divergence."""
+        found, reason = [], ""
+        for formats in dict.fromkeys(self._usable(index)):
+            kld = self.kld(index, formats)
+            if isinstance(kld, str):
+                reason = kld
+            else:
+                found.append((formats, kld))
+        if not found:
+            raise ValueError(
+                f"{self.where}: `bits` must be left out unless layer {index} can be measured, got no divergence: "
+                f"{reason.rstrip('.')}. Pass other `texts`, or name a preset."
+            )
+        return found
+
+    def bits(self, config: KVQuantConfig) -> float | None:
+        """Mean bits of a stored number in the layers that are quantised, or could be; `None` if nothing was stored."""
+        if self.meter is None:
+            return None
+        sizes = [self.meter.sizes(index, config.formats(index)) for index in self.signals]
+        return 8 * sum(num_bytes for num_bytes, _ in sizes) / sum(num_values for _, num_values in sizes)
 
     def _config_of(self, layers: Mapping[int, LayerFormats]) -> KVQuantConfig:
         """A config with these layers. The formats of most layers become its defaults."""
@@ -278,12 +375,12 @@ class _Check:
         return {index: formats for index, formats in found.items() if formats is not None}
 
 
-def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool) -> list[Finding]:
+def _problems(layers: Sequence[LayerCheck], kld: float | None, default: str, *, is_given: bool) -> list[Finding]:
     """Reasons to refuse, the worst first: divergences, signals of layers that were not measured, and unknown layers.
 
-    `kld` is of all layers together. `is_given`: the user gave the config, instead of having it picked.
+    `kld` is of all layers together. `default`: the remedy for a divergence if the weights show no other. `is_given`:
+    the user gave the config, instead of having it picked.
     """
-    default = "Let for_model pick presets: KVQuantConfig.for_model(model)" if is_given else "End `presets` with 'none'"
     found: list[Finding] = []
     for layer in layers:
         index, limit = layer.layer_idx, LAYER_SHARE * LIMIT

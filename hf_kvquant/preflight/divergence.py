@@ -21,6 +21,7 @@ from ..calibration.text import MIN_TOKENS, read_windows
 from ..config import KVQuantConfig, LayerFormats
 from ..models.probing import chunks_of, forward
 from ..models.text_config import positions_of, text_config_of
+from ..spec.layout import KVLayout, Shape
 from ..transforms.of_model import key_transforms
 from .signals import reason_of
 
@@ -32,9 +33,14 @@ from .signals import reason_of
 NUM_WINDOWS = 4
 WINDOW = 256
 CHUNK = 64
+# Formats that keep the newest tokens dense are measured on one window with as many tokens. With 132 dense tokens, 60 %
+# of what its queries see are codes; in windows of 256 tokens 14 %.
+LONG_WINDOW = NUM_WINDOWS * WINDOW
 # Keys with a scale per channel are read as codes only from the first full block on. To measure them, a window has to be
-# longer than a block by this share of one.
+# longer than a block by this share of one. Behind dense windows, it needs this many times their tokens: then a third of
+# what queries see are codes.
 BLOCK_MARGIN = 0.5
+DENSE_TIMES = 4
 
 
 def alone(index: int, formats: LayerFormats) -> KVQuantConfig:
@@ -52,13 +58,14 @@ def read_text(
     texts: Iterable[str] | None,
     say: Callable[[str], Any],
     *,
+    window: int = WINDOW,
     where: str,
 ) -> tuple[Tensor, str]:
     """Token ids to measure on, `[windows, tokens]` int64 on the CPU, and a description of their source."""
     if tokenizer is None or texts is None:
-        return own_text(model, say), "text that the model wrote"
+        return own_text(model, say, window), "text that the model wrote"
     num_tokens = max(NUM_WINDOWS * WINDOW, MIN_TOKENS)
-    batches = read_windows(model, tokenizer, texts, num_tokens=num_tokens, window=WINDOW, batch_size=1, where=where)
+    batches = read_windows(model, tokenizer, texts, num_tokens=num_tokens, window=window, batch_size=1, where=where)
     windows = [ids[0] for ids, _ in batches]
     longest = max(map(len, windows))
     kept = [window for window in windows if 2 * len(window) >= longest]
@@ -66,7 +73,7 @@ def read_text(
     return torch.stack([window[:shortest] for window in kept]), "the texts"
 
 
-def own_text(model: PreTrainedModel, say: Callable[[str], Any] = lambda text: None) -> Tensor:
+def own_text(model: PreTrainedModel, say: Callable[[str], Any] = lambda text: None, window: int = WINDOW) -> Tensor:
     """Text that the model samples after its BOS token (else EOS, else 0). Tokens that end a text are never drawn."""
     text_config = text_config_of(model)
     ends = _ids(text_config, "eos_token_id") + _ids(getattr(model, "generation_config", None), "eos_token_id")
@@ -74,8 +81,8 @@ def own_text(model: PreTrainedModel, say: Callable[[str], Any] = lambda text: No
     never = ends + _ids(text_config, "pad_token_id")
     generator = torch.Generator().manual_seed(0)
     cache = DynamicCache(config=text_config)
-    ids = [torch.full((NUM_WINDOWS, 1), first)]
-    length = positions_of(model, WINDOW)
+    ids = [torch.full((NUM_WINDOWS * WINDOW // window, 1), first)]
+    length = positions_of(model, window)
     for position in range(1, length):
         say(f"writing a text, token {position} of {length}")
         logits = _logits(model, ids[-1], cache)[:, -1].float().cpu()
@@ -118,6 +125,7 @@ class Meter:
         self.chunks = chunks_of(ids, 1, CHUNK)
         self.num_scored = ids[:, 1:].numel()
         self.longest = ids.shape[1]
+        self._stored: dict[int, tuple[Shape, torch.dtype]] = {}  # by layer: the shape and dtype of its cache
         self.reference = list(self._run(KVQuantConfig.from_preset("none")))
         if any(bool(logits.float().log_softmax(-1).isnan().any()) for logits in self.reference):
             raise CannotMeasure("its logits are not finite. Check the checkpoint, or load it in bfloat16 or float32.")
@@ -135,12 +143,17 @@ class Meter:
             total += float(F.kl_div(other, exact, log_target=True, reduction="sum"))
         return total / self.num_scored if math.isfinite(total) else math.inf
 
+    def sizes(self, index: int, formats: LayerFormats) -> tuple[int, int]:
+        """Bytes that a token takes in a layer in these formats, scales and zeros included, and how many numbers."""
+        shape, dtype = self._stored[index]
+        _, num_kv_heads, *head_dims = shape
+        return KVLayout(formats.key, formats.value).bytes_per_token(shape, dtype), num_kv_heads * sum(head_dims)
+
     def reads_codes(self, formats: LayerFormats) -> bool:
         """Whether the text is long enough for keys to be read as codes, or the model's context is too short anyway."""
-        block_size = formats.key.block_size
-        if block_size is None or self.longest >= (1 + BLOCK_MARGIN) * block_size:
-            return True
-        return positions_of(self.model, WINDOW) < (1 + BLOCK_MARGIN) * block_size
+        num_dense = formats.sink_length + formats.residual_length
+        needed = DENSE_TIMES * num_dense + (1 + BLOCK_MARGIN) * (formats.key.block_size or 0)
+        return self.longest >= needed or positions_of(self.model, LONG_WINDOW) < needed
 
     def _run(self, config: KVQuantConfig) -> Iterator[Tensor]:
         """Logits of all chunks but the first, which fills the cache."""
@@ -151,7 +164,11 @@ class Meter:
                 yield logits
         for index, layer in enumerate(cache.layers):
             # Attention sees tokens only through the cache, so a layer that holds all tokens has had them all read.
-            if not isinstance(layer, KVQuantLayer) or not layer.storage.is_quantized:
+            if not isinstance(layer, KVQuantLayer):
+                continue
+            if layer.storage.dtype is not None:
+                self._stored[index] = layer.storage.shape, layer.storage.dtype
+            if not layer.storage.is_quantized:
                 continue
             if layer.storage.length != self.longest:
                 raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {self.longest} tokens")

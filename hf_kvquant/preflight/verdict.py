@@ -78,6 +78,9 @@ class Preflight:
         layers: The layers whose cache would be quantised, in order.
         left_out: Per layer whose cache is left to transformers, the reason.
         kld: Mean KL divergence in nats per token of the whole config; `None` if it was not measured.
+        bits: Mean bits of a stored number of these layers, scales and zeros counted, dense windows not; `None` if
+            nothing was measured.
+        budget: The most bits that were allowed, if they were.
         num_tokens: Tokens over which divergences were measured.
         source: What text these tokens are from.
         unmeasured: Why nothing was measured; empty if divergences were measured.
@@ -90,6 +93,8 @@ class Preflight:
     layers: tuple[LayerCheck, ...]
     left_out: Mapping[int, str]
     kld: float | None
+    bits: float | None
+    budget: float | None
     num_tokens: int
     source: str
     unmeasured: str
@@ -123,18 +128,19 @@ class Preflight:
         layer = next((layer for layer in self.layers if layer.layer_idx == worst.layer_idx), None)
         of_what = "all layers together" if layer is None else f"layer {layer.layer_idx}"
         kept = "this config" if layer is None else layer.name
+        argument = "preset_or_config" if self.budget is None else "bits"
         if worst.value is None:
             expected = f"`model` must be checked in {of_what} before {kept} is used, got no verdict: {worst.detail}"
         elif worst.signal == KLD:
             expected = (
-                f"`preset_or_config` must keep the KL divergence of {of_what} within {worst.limit:g} nats per token, "
+                f"`{argument}` must keep the KL divergence of {of_what} within {worst.limit:g} nats per token, "
                 f"got {worst.value:.3g} with {kept}"
             )
             causes = [] if layer is None else [x.detail for x in layer.findings if x.signal not in SHAPES]
             if causes:
                 expected += f" ({'; '.join(causes)})"
         else:
-            expected = f"`preset_or_config` must fit the weights of {of_what}, got {kept} and {worst.detail}"
+            expected = f"`{argument}` must fit the weights of {of_what}, got {kept} and {worst.detail}"
         remedy = ". Or use ".join(filter(None, (worst.remedy, self._found_good())))
         message = f"{self.where}: {expected}. {remedy}. force=True accepts it anyway."
         return PreflightError(message, worst, remedy)
@@ -182,6 +188,9 @@ class Preflight:
             f"{'an unknown number of' if ratio is None else ratio} query heads per key-value head."
             for head_dim, ratio in sorted(shapes, key=str)
         ]
+        if self.bits is not None:
+            allowed = "" if self.budget is None else f", of {self.budget:g} allowed"
+            notes.append(f"Keys and values take {self.bits:.4g} bits per number on average{allowed}.")
         if self.kld is not None:
             notes.append(
                 f"All layers together: {self.kld:.2e} nats per token, over {self.num_tokens:,} tokens of {self.source}."

@@ -1,0 +1,119 @@
+"""What the pages say about the time of a step by the tokens held, from `evals/results/itl.json` alone.
+
+`bench_itl.py` measures, and `render_readme.py` puts the table and the picture into the pages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pictures import COLOURS, UNQUANTISED, short, thousands
+
+from hf_kvquant.common.tables import markdown_table as table
+from hf_kvquant.evaluation.report.plots import PALETTE, label, picture
+
+# The caches of bf16, by their names in bench_itl.py.
+NAMES = {"dynamic": "transformers, dynamic", "static": "transformers, static", "none": "bf16, captured"}
+# What the picture shows, and how. Steps with the dynamic cache take several times as long, whatever the context.
+DRAWN = {
+    "static": {"color": COLOURS[UNQUANTISED], "linestyle": "--"},
+    "none": {"color": COLOURS[UNQUANTISED]},
+    "int8": {"color": COLOURS["int8"]},
+    "int4": {"color": COLOURS["int4"]},
+    "int2": {"color": PALETTE[4]},
+}
+PLAIN = "static", "none"
+
+
+def slope_table(results: dict[str, Any]) -> str:
+    """Per arm and batch: slope, what a step takes besides, and from which context on it is faster than bf16."""
+    lines = {(line["arm"], line["batch"]): line for line in results["lines"]}
+    batches = sorted({batch for _, batch in lines})
+    headings = ["cache"]
+    for batch in batches:
+        headings += [f"batch {batch}: µs per 1,000 tokens", "ms besides", "faster from"]
+    rows = []
+    for arm in dict.fromkeys(arm for arm, _ in lines):
+        cells = [NAMES.get(arm, f"`{arm}`")]
+        for batch in batches:
+            line = lines.get((arm, batch))
+            cells += ["-", "-", "-"] if line is None else _cells(line)
+        rows.append(cells)
+    return table(headings, rows)
+
+
+def _cells(line: dict[str, Any]) -> list[str]:
+    start = line["break_even"]
+    if line["us_per_1k"] is None:
+        numbers = ["-", "-"]
+    else:
+        numbers = [f"{line['us_per_1k']:.2f}", f"{line['fixed_ms']:.2f}"]
+    if line["arm"] in NAMES:
+        return [*numbers, ""]
+    if start is None:
+        return [*numbers, "-"]
+    return [*numbers, "all" if start <= line["shortest"] else f"{round(start, -2):,.0f}"]
+
+
+def caption(results: dict[str, Any]) -> str:
+    """What was measured, on what and when."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for failure in results["failures"]:
+        reason = failure["reason"].split(". ")[0].rstrip(".")
+        cases.setdefault((failure["arm"], reason), []).append(failure["case"].replace("x", " x "))
+    reasons = [f"{NAMES.get(arm, arm)} at {', '.join(at)} ({reason})" for (arm, reason), at in cases.items()]
+    missing = f" Not measured: {'; '.join(reasons)}." if reasons else ""
+    return (
+        "Decode steps of a model with the shape of Llama-3-8B and random bfloat16 weights, over caches filled with "
+        "random numbers. Presets and bf16 are captured; transformers' static cache is compiled. µs per 1,000 tokens: "
+        "the slope of least squares, per 1,000 tokens of all sequences together; ms besides: where that line begins. "
+        "Faster from: the tokens of each sequence from which a step is faster than with every bf16 cache; all: at "
+        "every measured context; a dash: not at the longest one where both were measured, or not measured."
+        f"{missing} {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
+        f"{results['date'][:10]}, `evals/results/itl.json`."
+    )
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def plotted(results: dict[str, Any]) -> dict[str, Any]:
+    """`steps`: by batch and arm, points of tokens of each sequence and ms. `slopes`: of batch 1, or the smallest, by
+    arm. `gpu`: its name."""
+    batches = sorted({row["batch"] for row in results["rows"]})
+    steps = {
+        str(batch): {
+            arm: points
+            for arm in DRAWN
+            if (
+                points := sorted(
+                    [row["tokens"], row["step_ms"]]
+                    for row in results["rows"]
+                    if (row["arm"], row["batch"]) == (arm, batch)
+                )
+            )
+        }
+        for batch in batches
+    }
+    slopes = {line["arm"]: line["us_per_1k"] for line in results["lines"] if line["batch"] == batches[0]}
+    return {"steps": steps, "slopes": slopes, "gpu": short(results["gpu"])}
+
+
+def draw(numbers: dict[str, Any], path: Path) -> None:
+    """Draw the time of a step against the tokens held, a panel for each batch."""
+    slopes = numbers["slopes"]
+    plain = min(slopes[arm] for arm in PLAIN if slopes.get(arm) is not None)
+    title = f"1,000 tokens cost a step {slopes['int4']:.1f} µs with int4, {plain:.1f} with bf16"
+    batches = numbers["steps"]
+    with picture(path, numbers, title, columns=len(batches), height=3.0) as (panels,):
+        for axes, (batch, arms) in zip(panels, batches.items(), strict=True):
+            for arm, points in arms.items():
+                axes.plot(*zip(*points, strict=True), marker="o", **DRAWN[arm])
+                label(axes, NAMES.get(arm, arm), points[-1], DRAWN[arm]["color"])
+            count = "one sequence" if batch == "1" else f"{batch} sequences"
+            axes.set(title=f"ms a step, {count} ({numbers['gpu']})", xlabel="tokens of each sequence", ylim=(0, None))
+            longest = max(points[-1][0] for points in arms.values())
+            ticks = [2**power * 1024 for power in (5, 6, 7) if 2**power * 1024 <= 1.1 * longest]
+            axes.set_xticks([0, *ticks], ["0", *map(thousands, ticks)])
+            axes.grid(axis="y")
