@@ -6,21 +6,15 @@ Each rank has some heads of every layer. Two sums over the ranks a layer take ti
 host has more to do. Steps are measured as in `bench_generate.py`. Rank 0 runs the whole model first and saves it; then
 all ranks load their parts. At last, all ranks must write the same tokens. How many of these one GPU writes is only
 reported: sums in another order may swap two tokens that are nearly equally likely.
-
-Captured steps sum by one kernel where that works (`hf_kvquant/graphs/sums.py`). `int4-capture-nccl` leaves the sums to
-NCCL, for comparison. `bench_sums.py` times sums alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +22,6 @@ import torch
 from bench_generate import add_rows, clean_up, load, measure
 from generate_cases import MODELS, Case
 from generate_systems import SYSTEMS, call
-from render_parallel import ALONE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, distributed
@@ -36,23 +29,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
 
 from hf_kvquant.evaluation.provenance import card, gpu_card
-from hf_kvquant.graphs.sums import only_nccl
-from hf_kvquant.state import notes_on
 
-CAPTURED, BY_NCCL = "int4-capture", "int4-capture-nccl"
 DEFAULT_CASES = [Case(1, 2048), Case(8, 16384)]
-DEFAULT_SYSTEMS = ["dynamic", "int4", BY_NCCL, CAPTURED]
+DEFAULT_SYSTEMS = ["dynamic", "int4", "int4-capture"]
 CHECKED, CHECKED_TOKENS = Case(2, 100), 16
-
-
-@contextlib.contextmanager
-def by_nccl(model: Any, capacity: int) -> Iterator[Callable[[], dict[str, Any]]]:
-    """The captured system with the sums of NCCL. On one GPU it is the captured system."""
-    with only_nccl(model), SYSTEMS[CAPTURED](model, capacity) as arguments:
-        yield arguments
-
-
-SYSTEMS[BY_NCCL] = by_nccl
 
 
 def rows_of(model: Any, case: Case, systems: list[str], num_new: int) -> dict[str, Any]:
@@ -61,8 +41,6 @@ def rows_of(model: Any, case: Case, systems: list[str], num_new: int) -> dict[st
     def run(name: str) -> dict[str, Any]:
         torch.manual_seed(0)
         row = measure(model, name, case, num_new)
-        if not distributed.get_rank():
-            print(f"{case.name} {name}: {row['step_ms']:.2f} ms a step", file=sys.stderr, flush=True)
         return {key: row[key] for key in ("system", "step_ms", "p10_ms", "p90_ms", "prefill_ms")}
 
     return add_rows({"rows": [], "failures": []}, systems, run)
@@ -82,9 +60,8 @@ def whole_figures(arguments: argparse.Namespace, device: torch.device, folder: s
     """Figures of the whole model on one device. Saves it."""
     torch.manual_seed(0)
     model = load(arguments.model, device)
-    systems = [system for system in arguments.systems if system not in ALONE]
-    figures = {case.name: rows_of(model, case, systems, arguments.new_tokens) for case in arguments.cases}
-    tokens = {system: tokens_of(model, system).tolist() for system in systems}
+    figures = {case.name: rows_of(model, case, arguments.systems, arguments.new_tokens) for case in arguments.cases}
+    tokens = {system: tokens_of(model, system).tolist() for system in arguments.systems}
     model.save_pretrained(folder)
     del model
     clean_up()
@@ -104,9 +81,7 @@ def check_tokens(model: Any, systems: list[str], whole: dict[str, Any]) -> dict[
         distributed.all_gather(others, own)
         if not all(torch.equal(own, other) for other in others):
             raise SystemExit(f"bench_parallel: {system}: all ranks must write the same tokens, got different ones.")
-        expected = whole["tokens"].get(ALONE.get(system, system))
-        if expected is not None:
-            shares[system] = float((own.cpu() == torch.tensor(expected)).float().mean())
+        shares[system] = float((own.cpu() == torch.tensor(whole["tokens"][system])).float().mean())
     return shares
 
 
@@ -117,18 +92,10 @@ def case_table(found: dict[str, Any], num_ranks: int) -> Table:
         table.add_column(column, justify="right" if column else "left")
     ones = {row["system"]: row["step_ms"] for row in found["one"]["rows"]}
     for row in found["ranks"]["rows"]:
-        one = ones.get(ALONE.get(row["system"], row["system"]))
+        one = ones.get(row["system"])
         cells = ["", ""] if one is None else [f"{one:.2f}", f"{row['step_ms'] / one:.2f}"]
         table.add_row(row["system"], cells[0], f"{row['step_ms']:.2f}", cells[1])
     return table
-
-
-def describe_sums(model: Any) -> str | None:
-    """What small sums of captured steps went through; `None` if no step was captured."""
-    sums = notes_on(model).sums
-    if sums is None:
-        return None
-    return "one kernel" if sums.is_one_shot else f"NCCL: {sums.reason}"
 
 
 def parse() -> argparse.Namespace:
@@ -175,7 +142,6 @@ def main() -> None:
         "model": arguments.model,
         "num_ranks": num_ranks,
         "same_tokens": check_tokens(model, arguments.systems, whole),
-        "sums": describe_sums(model),
         "cases": cases,
         "wall_s": time.perf_counter() - started,
     }
@@ -185,7 +151,6 @@ def main() -> None:
             console.print(case_table(case, num_ranks))
             for failure in [*case["one"]["failures"], *case["ranks"]["failures"]]:
                 console.print(f"{failure['system']}: {failure['reason']}", highlight=False, markup=False)
-        console.print(f"sums of captured steps: {results['sums']}", highlight=False, markup=False)
         console.print(f"share of tokens that one GPU writes, too: {results['same_tokens']}", highlight=False)
         if arguments.output is not None:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

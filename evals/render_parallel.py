@@ -10,14 +10,7 @@ from typing import Any
 from hf_kvquant.common.tables import markdown_table as table
 
 # By the names of generate_systems.py.
-NAMES = {
-    "dynamic": "bf16, eager",
-    "int4": "`int4`, eager",
-    "int4-capture-nccl": "`int4`, captured, sums by NCCL",
-    "int4-capture": "`int4`, captured",
-}
-# On one GPU there are no sums.
-ALONE = {"int4-capture-nccl": "int4-capture"}
+NAMES = {"dynamic": "bf16, eager", "int4": "`int4`, eager", "int4-capture": "`int4`, captured"}
 
 
 def step_table(results: dict[str, Any]) -> str:
@@ -27,7 +20,7 @@ def step_table(results: dict[str, Any]) -> str:
     for found in results["cases"]:
         ones = {row["system"]: row["step_ms"] for row in found["one"]["rows"]}
         for row in found["ranks"]["rows"]:
-            one = ones[ALONE.get(row["system"], row["system"])]
+            one = ones[row["system"]]
             numbers = [f"{one:.1f}", f"{row['step_ms']:.1f}", f"{row['step_ms'] / one:.2f}"]
             lines.append([found["case"], NAMES[row["system"]], *numbers])
     return table(["batch x context", "cache and step", "one GPU, ms", f"{count} GPUs, ms", "of one GPU"], lines)

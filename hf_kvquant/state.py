@@ -120,7 +120,6 @@ class ModelNotes:
         chunk_captures: Captured forwards over several new tokens, which must not evict decode steps.
         assisted: The assisted call that this model or its assistant is to make static caches for.
         fusion: Which kernels of the model are fused in captured steps; `None` before the first one.
-        sums: How captured steps sum over the ranks of tensor parallelism; `None` before the first one.
         bias_centers: Centres found in the key biases; `None` before they are looked for.
         num_kv_heads: By layer, how many key-value heads this rank computes; `None` before they are counted.
         manager: Weak reference to the newest manager of continuous batching; `None` before the first one.
@@ -134,7 +133,6 @@ class ModelNotes:
         self.chunk_captures = Captures(MOST_NEW_TOKENS)
         self.assisted: Assisted | None = None
         self.fusion: Any = None
-        self.sums: Any = None
         self.bias_centers: dict[int, Tensor] | None = None
         self.num_kv_heads: dict[int, int] | None = None
         self.manager: Any = None

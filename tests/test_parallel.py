@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import faulthandler
-import functools
 import logging
 import os
 import re
@@ -26,7 +25,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from test_capture import Recorded
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed import DistributedConfig
@@ -35,9 +34,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.batching.support import HAS_PAGES
-from hf_kvquant.graphs import capture, sums
-from hf_kvquant.models.sharding import group_of
-from hf_kvquant.state import notes_on
+from hf_kvquant.graphs import capture
 from hf_kvquant.transforms import of_model
 
 NEW_TOKENS = 8
@@ -238,117 +235,6 @@ def captured(ranks: Ranks) -> None:
         assert Recorded.runs > 4 * (NEW_TOKENS - 2)
 
 
-class Gathered(sums.Exchange):
-    """What the one-shot kernel does, by gloo."""
-
-    def __init__(self, group: Any, device: torch.device, num_bytes: int) -> None:
-        self._group = group
-
-    def sum(self, tensor: Tensor) -> None:
-        addends = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        distributed.all_gather(addends, tensor, group=self._group)
-        tensor.copy_(functools.reduce(torch.add, addends))
-
-    @classmethod
-    def reasons_against(cls, group: Any, device: torch.device) -> Iterator[str]:
-        yield from ()
-
-
-class Unlinked(Gathered):
-    @classmethod
-    def reasons_against(cls, group: Any, device: torch.device) -> Iterator[str]:
-        if group.rank() == 1:
-            yield "GPU 1 is far away"
-
-
-class WithoutMemory(Gathered):
-    def __init__(self, group: Any, device: torch.device, num_bytes: int) -> None:
-        super().__init__(group, device, num_bytes)
-        if group.rank() == 0:
-            raise RuntimeError("no memory")
-
-
-class Inexact(Gathered):
-    def sum(self, tensor: Tensor) -> None:
-        super().sum(tensor)
-        tensor.add_(float(self._group.rank() == 0))
-
-
-def summed_at_once(ranks: Ranks) -> None:
-    """Small sums of captured steps go through the exchange on all ranks, and no token changes."""
-    inputs = {key: value.to(ranks.device) for key, value in models.left_padded().items()}
-    _, sharded = ranks.load("llama")
-    if ranks.device.type == "cpu":
-        sums.EXCHANGES["cpu"] = Gathered
-    original = distributed.all_reduce
-    try:
-        with recorded(ranks):
-            written = []
-            for without in (sums.only_nccl(sharded), contextlib.nullcontext()):
-                with without, hf_kvquant.patched(sharded, {"preset": "int4", "capture": True}):
-                    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-                    written.append(sharded.generate(**inputs, **options).tolist())
-    finally:
-        sums.EXCHANGES.pop("cpu", None)
-    assert written[0] == written[1]
-    found = notes_on(sharded).sums
-    assert found.is_one_shot, found.reason
-    assert distributed.all_reduce is original
-    assert found.count == 2 * 2 * 2  # two sums in each of two layers, run once and recorded once
-    everyone: list[Any] = [None] * ranks.num_ranks
-    distributed.all_gather_object(everyone, written)
-    assert all(each == written for each in everyone)
-
-
-def sums_of_any_size(ranks: Ranks) -> None:
-    """They have the bits of the addends added in order, so those of NCCL where there are two. Others are left alone."""
-    _, sharded = ranks.load("llama")
-    group = group_of(sharded)
-    assert group is not None
-    kind = Gathered if ranks.device.type == "cpu" else sums.OneShot
-    exchange = kind(group, ranks.device, sums.MAX_READ_BYTES)
-    found = sums.Sums(group, exchange, sums.MAX_READ_BYTES)
-
-    def served(tensor: Tensor, op: Any = distributed.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> bool:
-        return found.try_sum(tensor, op, group, async_op)
-
-    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
-    for dtype in (torch.bfloat16, torch.float32):
-        for rows in (1, 2, 3, 7, 8, 64):
-            for _ in range(20):  # the buffer is used again at once
-                addend = torch.randn(rows, 4096, generator=generator, device=ranks.device).to(dtype)
-                addends = [torch.empty_like(addend) for _ in range(ranks.num_ranks)]
-                distributed.all_gather(addends, addend)
-                by_library, total = addend.clone(), addend.clone()
-                distributed.all_reduce(by_library)
-                for group_argument in (None, group):
-                    total = addend.clone()
-                    assert served(total, group=group_argument)
-                    assert torch.equal(total, functools.reduce(torch.add, addends))
-                assert ranks.num_ranks > 2 or torch.equal(total, by_library)
-    row = torch.ones(4096, device=ranks.device)
-    assert not served(torch.ones(2**19, device=ranks.device))
-    assert not served(row[:3]) and not served(row[::2]) and not served(row[1:9]) and not served(row.half())
-    assert not served(row, op=distributed.ReduceOp.MAX) and not served(row, async_op=True) and not served(row.int())
-    assert not served(row, group=distributed.new_group(list(range(ranks.num_ranks))))
-    assert bool((row == 1).all())
-
-
-def ranks_agree_on_sums(ranks: Ranks) -> None:
-    """What one rank has against it, all obey."""
-    _, sharded = ranks.load("llama")
-    reasons = {Unlinked: "GPU 1 is far away", WithoutMemory: "RuntimeError: no memory", Inexact: "a sum of "}
-    for kind, reason in reasons.items():
-        notes_on(sharded).sums = None
-        sums.EXCHANGES["cpu"] = kind
-        try:
-            with sums.summed(sharded):
-                assert distributed.all_reduce is distributed.distributed_c10d.all_reduce
-        finally:
-            del sums.EXCHANGES["cpu"]
-        assert not notes_on(sharded).sums.is_one_shot and notes_on(sharded).sums.reason.startswith(reason)
-
-
 def gathered_weights_are_not_captured(ranks: Ranks) -> None:
     """FSDP's weights come together in every forward, which a graph would not repeat."""
     whole, _ = ranks.load("llama")
@@ -394,13 +280,10 @@ SCENARIOS = (
     sharded_sinks,
     batched,
     captured,
-    summed_at_once,
-    sums_of_any_size,
-    ranks_agree_on_sums,
     gathered_weights_are_not_captured,
     refused,
 )
-ON_GPUS = (sums_of_any_size, captured, summed_at_once, batched)
+ON_GPUS = (captured, batched)
 
 
 def run_rank(rank: int, num_ranks: int, folder: Path, is_cuda: bool = False) -> None:

@@ -4,8 +4,7 @@ With a static cache transformers compiles the decode step: 13 s for four layers 
 the config skips that. The first call takes 0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host
 launches one graph instead of 1,400 kernels. This file captures the model's forward, which transformers' loops call in
 place of the compiled one; `decode_loop.py` the choice of the next token as well, so that the host need not wait. During
-recording, small kernels of the model are fused (`fusion.py`), weights are fetched ahead (`prefetch.py`), and the ranks
-of tensor parallelism sum without NCCL (`sums.py`).
+recording, small kernels of the model are fused (`fusion.py`) and weights are fetched ahead (`prefetch.py`).
 
 A graph reads and writes fixed addresses. It is kept on the model, under the addresses of all tensors that it uses but
 does not own: the weights and the buffers of the cache. If these move, a new graph is captured. So it is if modules,
@@ -33,7 +32,6 @@ from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
 from .fusion import fused
 from .prefetch import Prefetch
-from .sums import summed
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +234,7 @@ class CapturedStep(abc.ABC):
         """Append the tokens to the cache. Returns what `_finish` returns, as `StepRunner.run` does."""
 
         def step() -> Any:
-            with summed(model), fused(model):
+            with fused(model):
                 output = model(**self.inputs, past_key_values=cache)
             return self._finish(output, cache)
 

@@ -21,14 +21,8 @@ def rank_of(model: PreTrainedModel) -> tuple[int, int]:
 
     Weights that are sharded in another way (FSDP) are whole when they are used, so they do not count.
     """
-    group = group_of(model)
-    return (0, 1) if group is None else (group.rank(), group.size())
-
-
-def group_of(model: PreTrainedModel) -> torch.distributed.ProcessGroup | None:
-    """The tensor-parallel ranks of a model, as a process group; `None` without tensor parallelism."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
+        return 0, 1
     from torch.distributed.tensor import DTensor  # slow to import, and needed by few
 
     for parameter in model.parameters():
@@ -36,8 +30,9 @@ def group_of(model: PreTrainedModel) -> torch.distributed.ProcessGroup | None:
             mesh = parameter.device_mesh
             names = mesh.mesh_dim_names
             if names is None or "tp" in names:
-                return mesh.get_group(0 if names is None else names.index("tp"))
-    return None
+                dim = 0 if names is None else names.index("tp")
+                return mesh.get_local_rank(dim), mesh.size(dim)
+    return 0, 1
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:
