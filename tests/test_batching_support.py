@@ -175,11 +175,11 @@ def test_capturing_steps_with_prompts_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_pages
-def test_capturing_steps_whose_weights_are_gathered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_steps_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with patched(models.build("llama"), "int8") as model:
         monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-        monkeypatch.setattr(support, "why_not_captured", lambda model: "its weights are divided")
-        message = f"{WHERE}: `use_cuda_graph` must be False here, got True: its weights are divided. Leave it out."
+        monkeypatch.setattr(support, "rank_of", lambda model: (0, 2))
+        message = f"{WHERE}: `use_cuda_graph` must be False for a model that is sharded over several ranks, got True."
         with pytest.raises(NotImplementedError, match=re.escape(message)):
             support.check_served(model, patch_of(model).config, ContinuousBatchingConfig(use_cuda_graph=True))
 
