@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,7 +76,7 @@ def test_results(
     assert json.loads(printed.splitlines()[-1]) == results
     plain, half = results["methods"]
     assert (plain["method"], half["method"]) == ("bf16", "half")
-    assert half["packages"] == {"torch": torch.__version__, "no-such-package": None}
+    assert half["packages"] == {"torch": version("torch"), "no-such-package": None}
     # Weights of two layers, the last norm, and both embeddings, of which a step reads one.
     linear, norms, output = 2 * (3 * 64 * 128 + 3 * 64 * 96), 5 * 64, 96 * 64
     assert plain["weight_bytes"] == 2 * (linear + norms + 2 * output)

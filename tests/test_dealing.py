@@ -73,6 +73,7 @@ def every_device_takes_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(ops.Operands, "__init__", takes_plans)
     monkeypatch.setattr(ops, "num_slots_of", lambda device, num_kv_heads: NUM_SLOTS)
+    monkeypatch.setattr(dealing, "MIN_SEQUENCES_PER_SLOT", 0)
     monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
     yield
@@ -331,6 +332,16 @@ def test_chunks_and_float32_get_no_plan(device: str) -> None:
         store.attend(step.drawn(2), softmax_scale=0.1, starts=step.starts, is_uneven=True)
         store.attend(step.drawn(1).float(), softmax_scale=0.1, starts=step.starts, is_uneven=True)
     assert watch.made == 0
+
+
+def test_few_sequences_get_no_plan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for least, made in ((3, 1), (4, 0)):  # of the three sequences that there are
+        monkeypatch.setattr(dealing, "MIN_SEQUENCES_PER_SLOT", least / NUM_SLOTS)
+        step = Step(device)
+        step.fill(2000)
+        with Watch() as watch:
+            step.decode()
+        assert watch.made == made
 
 
 def test_heads_have_their_own_plans(device: str) -> None:

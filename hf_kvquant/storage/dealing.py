@@ -19,6 +19,11 @@ from .. import ops
 if TYPE_CHECKING:
     from .layer_store import LayerStore
 
+# With fewer sequences for each share that a GPU computes at once, its own cut of all sequences is the better one. On an
+# H100 with 8 heads, so with 33 shares, steps of int8 and int4 took 0.94 and 0.89 of the time with a plan for 64
+# sequences of up to 16k tokens, 1.05 and 1.16 for 16 of 1k to 8k, and 1.01 and 1.02 for 4 of them (2026-11).
+MIN_SEQUENCES_PER_SLOT = 1
+
 
 def step_plan(
     store: LayerStore, plans: dict[int, Tensor], query: Tensor, starts: Tensor | None, options: Mapping[str, Any]
@@ -41,7 +46,9 @@ def step_plan(
     if torch.compiler.is_compiling():
         return None
     num_kv_heads = store.shape[1]
+    num_slots = ops.num_slots_of(store.device, num_kv_heads)
+    if query.shape[0] < MIN_SEQUENCES_PER_SLOT * num_slots:
+        return None
     if num_kv_heads not in plans:
-        num_slots = ops.num_slots_of(store.device, num_kv_heads)
         plans[num_kv_heads] = ops.split_plan(store.lengths, num_slots, starts)
     return plans[num_kv_heads]
