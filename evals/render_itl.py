@@ -23,23 +23,26 @@ DRAWN = {
     "int4": {"color": COLOURS["int4"]},
     "int2": {"color": PALETTE[4]},
 }
-PLAIN = "static", "none"
 
 
 def slope_table(results: dict[str, Any]) -> str:
     """Per arm and batch: slope, what a step takes besides, and from which context on it is faster than bf16."""
     lines = {(line["arm"], line["batch"]): line for line in results["lines"]}
-    batches = sorted({batch for _, batch in lines})
+    sloped = sorted({batch for (_, batch), line in lines.items() if line["us_per_1k"] is not None})
+    # Cases that are the only ones of their batch give no line.
+    single = {row["case"]: row["batch"] for row in results["rows"] if row["batch"] not in sloped}
+    steps = {(row["arm"], row["case"]): f"{row['step_ms']:.2f}" for row in results["rows"]}
     headings = ["cache"]
-    for batch in batches:
+    for batch in sloped:
         headings += [f"batch {batch}: µs per 1,000 tokens", "ms besides", "faster from"]
+    headings += [f"{case.replace('x', ' x ')}: ms" for case in single]
     rows = []
     for arm in dict.fromkeys(arm for arm, _ in lines):
         cells = [NAMES.get(arm, f"`{arm}`")]
-        for batch in batches:
+        for batch in sloped:
             line = lines.get((arm, batch))
             cells += ["-", "-", "-"] if line is None else _cells(line)
-        rows.append(cells)
+        rows.append([*cells, *(steps.get((arm, case), "-") for case in single)])
     return table(headings, rows)
 
 
@@ -81,7 +84,7 @@ def caption(results: dict[str, Any]) -> str:
 def plotted(results: dict[str, Any]) -> dict[str, Any]:
     """`steps`: by batch and arm, points of tokens of each sequence and ms. `slopes`: of batch 1, or the smallest, by
     arm. `gpu`: its name."""
-    batches = sorted({row["batch"] for row in results["rows"]})
+    batches = sorted({line["batch"] for line in results["lines"] if line["us_per_1k"] is not None})
     steps = {
         str(batch): {
             arm: points
@@ -103,7 +106,7 @@ def plotted(results: dict[str, Any]) -> dict[str, Any]:
 def draw(numbers: dict[str, Any], path: Path) -> None:
     """Draw the time of a step against the tokens held, a panel for each batch."""
     slopes = numbers["slopes"]
-    plain = min(slopes[arm] for arm in PLAIN if slopes.get(arm) is not None)
+    plain = min(slopes[arm] for arm in NAMES if slopes.get(arm) is not None)
     title = f"1,000 tokens cost a step {slopes['int4']:.1f} µs with int4, {plain:.1f} with bf16"
     batches = numbers["steps"]
     with picture(path, numbers, title, columns=len(batches), height=3.0) as (panels,):

@@ -29,6 +29,7 @@ import render_generate
 import render_itl
 import render_parallel
 import render_recipes
+import render_shares
 import render_weights
 
 from hf_kvquant.common.tables import markdown_table as table
@@ -51,7 +52,7 @@ MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
-OPTIONAL_FILES += ("weights", "batching_weights", "itl")
+OPTIONAL_FILES += ("decode_few_bits", "decode_uneven", "weights", "batching_weights", "itl")
 # Of a model whose weights are too large for the repository. Its parts say so until there are results.
 LARGER_FILES = ("recipes_larger", "ablation_larger", "ablation_larger_outliers")
 NOT_MEASURED = "Not measured yet."
@@ -126,6 +127,12 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         if name in results:
             ablation = results[name], results[f"{name}_outliers"]
             paragraphs[part] = [render_ablation.cost_table(*ablation), render_ablation.caption(*ablation, name)]
+    for part, name, rows, caption_of in (
+        ("few-bits", "decode_few_bits", render_shares.few_bits_table, render_shares.few_bits_caption),
+        ("uneven", "decode_uneven", render_shares.uneven_table, render_shares.uneven_caption),
+    ):
+        if name in results:
+            paragraphs[part] = [rows(results[name]), caption_of(results[name])]
     if "weights" in results:
         weights = results["weights"]
         paragraphs["weights"] = [render_weights.step_table(weights), render_weights.caption(weights)]

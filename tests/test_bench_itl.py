@@ -230,21 +230,20 @@ def test_page(bench: ModuleType) -> None:
     render = importlib.import_module("render_itl")
     results = results_of(bench)
     assert render.slope_table(results).splitlines() == [
-        "| cache | batch 1: µs per 1,000 tokens | ms besides | faster from | batch 8: µs per 1,000 tokens | ms besides "
-        "| faster from |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-        "| bf16, captured | 1000.00 | 5.00 |  | - | - |  |",
-        "| `int8` | 500.00 | 6.00 | 2,000 | - | - | all |",
-        "| `int4` | 250.00 | 4.00 | all | - | - | all |",
-        "| `fp8` | 1000.00 | 9.00 | - | - | - | - |",
-        "| transformers, static | 1000.00 | 6.00 |  | - | - |  |",
+        "| cache | batch 1: µs per 1,000 tokens | ms besides | faster from | 8 x 1000: ms |",
+        "|---|--:|--:|--:|--:|",
+        "| bf16, captured | 1000.00 | 5.00 |  | 13.00 |",
+        "| `int8` | 500.00 | 6.00 | 2,000 | 10.00 |",
+        "| `int4` | 250.00 | 4.00 | all | 6.00 |",
+        "| `fp8` | 1000.00 | 9.00 | - | 17.00 |",
+        "| transformers, static | 1000.00 | 6.00 |  | 14.00 |",
     ]
     text = render.caption(results)
     assert "Not measured: bf16, captured at 8 x 64k, 8 x 128k (Error: no room); transformers, static at 1 x 4k" in text
     assert text.endswith(" NVIDIA G, torch 2.11, transformers 5.17, 2026-11-26, `evals/results/itl.json`.")
     assert "Not measured" not in render.caption({**results, "failures": []})
-    only = [line for line in results["lines"] if (line["arm"], line["batch"]) != ("int8", 8)]
-    assert "| `int8` | 500.00 | 6.00 | 2,000 | - | - | - |" in render.slope_table({**results, "lines": only})
+    only = [row for row in results["rows"] if (row["arm"], row["batch"]) != ("int8", 8)]
+    assert "| `int8` | 500.00 | 6.00 | 2,000 | - |" in render.slope_table({**results, "rows": only})
     Console(file=io.StringIO()).print(bench.lines_table(results))
 
 
@@ -252,13 +251,13 @@ def test_picture(bench: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     render = importlib.import_module("render_itl")
     numbers = render.plotted(results_of(bench))
-    assert set(numbers["steps"]) == {"1", "8"} and list(numbers["steps"]["1"]) == ["static", "none", "int8", "int4"]
-    assert numbers["steps"]["8"]["int4"] == [[1000, 6.0]] and numbers["gpu"] == "G"
+    assert list(numbers["steps"]) == ["1"] and list(numbers["steps"]["1"]) == ["static", "none", "int8", "int4"]
+    assert numbers["steps"]["1"]["int4"][0][0] == 1000 and numbers["gpu"] == "G"
     render.draw(numbers, tmp_path / "itl.svg")
     drawn = (tmp_path / "itl.svg").read_text(encoding="utf-8")
     for text in (
         "1,000 tokens cost a step 250.0 µs with int4",
-        "ms a step, 8 sequences (G)",
+        "ms a step, one sequence (G)",
         "bf16, captured",
         "64k",
     ):

@@ -1,0 +1,61 @@
+"""Two tables of `bench_decode.py` for the pages: presets below four bits, and batches of unequal lengths.
+
+`render_readme.py` puts them into the pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_kvquant.common.tables import markdown_table as table
+
+# Ways to deal a batch to the GPU, by their keys in a row; the first is the row itself.
+_WAYS = {"": "cut alike", "planned": "dealt by a plan", "pages": "pages, dealt by a plan"}
+
+
+def few_bits_table(results: dict[str, Any]) -> str:
+    """Per preset: the time of each case and the share of the bandwidth."""
+    cases = results["cases"]
+    lines: dict[str, list[str]] = {}
+    for case in cases:
+        for row in case["rows"]:
+            cells = lines.setdefault(row["preset"], [f"`{row['preset']}`"])
+            cells.append(f"{row['median_us']:.0f} ({row['share']:.0%})")
+    headings = ["preset", *(f"{_name(case)}, µs" for case in cases)]
+    return table(headings, list(lines.values()))
+
+
+def few_bits_caption(results: dict[str, Any]) -> str:
+    """What was measured."""
+    return (
+        "One decode step of one layer, as in the table above but without dense tokens, and in brackets its share of "
+        f"the read bandwidth. {_origin(results)}, `evals/results/decode_few_bits.json`."
+    )
+
+
+def uneven_table(results: dict[str, Any]) -> str:
+    """Per range of lengths and preset: the share of the bandwidth each way."""
+    lines = []
+    for case in results["cases"]:
+        for row in case["rows"]:
+            shares = (row[way]["share"] if way else row["share"] for way in _WAYS)
+            lines.append([_name(case), f"`{row['preset']}`", *(f"{share:.0%}" for share in shares)])
+    return table(["sequences x tokens", "preset", *_WAYS.values()], lines, num_text=2)
+
+
+def uneven_caption(results: dict[str, Any]) -> str:
+    """What was measured."""
+    return (
+        "Share of the read bandwidth in a decode step over sequences whose lengths are spread evenly over a range. The "
+        f"plan is made once a step and not counted. {_origin(results)}, `evals/results/decode_uneven.json`."
+    )
+
+
+def _name(case: dict[str, Any]) -> str:
+    """`64 x 8k`, or `64 x 1 to 16k`."""
+    batch, context = case["case"].split("x")
+    return f"{batch} x {context.replace('-', ' to ')}"
+
+
+def _origin(results: dict[str, Any]) -> str:
+    return f"{results['gpu']}, torch {results['torch']}, {results['date'][:10]}"
