@@ -392,17 +392,16 @@ def earlier_results(results: dict[str, Any], path: Path, shared: tuple[str, ...]
     return {"commands": [earlier["command"]], **earlier}
 
 
-def main() -> None:
-    """Measure every case. Print card, tables, and the results as one line of JSON."""
-    arguments = parse()
+def begun(where: str, arguments: argparse.Namespace, console: Console) -> tuple[Any, dict[str, Any]]:
+    """The model, and what is known before anything is timed, which is printed.
+
+    Raises:
+        SystemExit: The kernels for the device are missing.
+    """
     device: torch.device = arguments.device
     if not ops.has_kernels(device.type):
-        raise SystemExit(
-            f"bench_generate: there are no {device.type} kernels. docs/install.md says how to install them."
-        )
-    started = time.perf_counter()
+        raise SystemExit(f"{where}: there are no {device.type} kernels. docs/install.md says how to install them.")
     torch.manual_seed(0)
-    console = Console(width=200)
     bandwidth = bandwidth_of(device)
     model = load(arguments.model, device)
     is_gpu = device.type == "cuda"
@@ -419,6 +418,16 @@ def main() -> None:
     }
     for key, value in results.items():
         console.print(f"{key:>18}  {value}", highlight=False, markup=False)
+    return model, results
+
+
+def main() -> None:
+    """Measure every case. Print card, tables, and the results as one line of JSON."""
+    arguments = parse()
+    started = time.perf_counter()
+    console = Console(width=200)
+    model, results = begun("bench_generate", arguments, console)
+    bandwidth = results["read_gbps"]
     earlier = earlier_results(results, arguments.output, (*SHARED, "new_tokens")) if arguments.resume else {}
     cases, scenarios = earlier.get("cases", []), earlier.get("scenarios", [])
     done = {case["case"] for case in cases} | {scenario["scenario"] for scenario in scenarios}
@@ -454,7 +463,7 @@ def main() -> None:
         for failure in found["failures"]:
             console.print(f"{failure['system']}: {failure['reason']}", highlight=False, markup=False)
         save()
-    results["state_after"] = gpu_state() if is_gpu else None
+    results["state_after"] = gpu_state() if arguments.device.type == "cuda" else None
     save()
     if results["checks"]:
         console.print(goals_table(results))

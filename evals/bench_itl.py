@@ -33,15 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import DTYPE, SHARED, add_roofline, attempt, bandwidth_of, earlier_results, load, weight_bytes
+from bench_generate import SHARED, add_roofline, attempt, begun, earlier_results
 from bench_weights import measure_step
 from generate_cases import MODELS, Case
 from generate_systems import SYSTEMS, System, ours
 from rich.console import Console
 from rich.table import Table
 
-from hf_kvquant import PRESETS, ops
-from hf_kvquant.evaluation.provenance import card, gpu_card, gpu_state
+from hf_kvquant import PRESETS
+from hf_kvquant.evaluation.provenance import gpu_state
 
 ARMS: dict[str, System] = {
     "dynamic": SYSTEMS["dynamic"],
@@ -207,29 +207,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure every arm at every case. Print a table, and the results as one line of JSON."""
     arguments = parse()
-    if not ops.has_kernels(arguments.device.type):
-        raise SystemExit(
-            f"bench_itl: there are no {arguments.device.type} kernels. docs/install.md says how to install them."
-        )
     started = time.perf_counter()
-    torch.manual_seed(0)
     console = Console(width=200)
-    is_gpu = arguments.device.type == "cuda"
-    bandwidth = bandwidth_of(arguments.device)
-    model = load(arguments.model, arguments.device)
-    results: dict[str, Any] = {
-        **card(),
-        **(gpu_card() if is_gpu else {}),
-        "model": arguments.model,
-        "dtype": str(DTYPE).removeprefix("torch."),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "weight_bytes_read": weight_bytes(model),
-        "read_gbps": bandwidth,
-        "new_tokens": arguments.new_tokens,
-        "state_before": gpu_state() if is_gpu else None,
-    }
-    for key, value in results.items():
-        console.print(f"{key:>18}  {value}", highlight=False, markup=False)
+    model, results = begun("bench_itl", arguments, console)
     earlier = earlier_results(results, arguments.output, (*SHARED, "new_tokens")) if arguments.resume else {}
     results["commands"] = [*earlier.get("commands", []), results["command"]]
     results["rows"] = earlier.get("rows", [])
@@ -250,14 +230,14 @@ def main() -> None:
         if not is_left_out(arm, case, arguments.cases):
             row, reason = attempt(functools.partial(measure, model, arm, case, arguments.new_tokens))
         if row is not None:
-            add_roofline(row, results["weight_bytes_read"], bandwidth)
+            add_roofline(row, results["weight_bytes_read"], results["read_gbps"])
             results["rows"].append(row)
         else:
             results["failures"].append({"arm": arm, "case": case.name, "reason": reason})
         save()
         told = reason if row is None else f"{row['step_ms']:.3f} ms"
         console.print(f"{results['wall_s']:.0f} s: {arm}, {case.name}: {told}", highlight=False, markup=False)
-    results["state_after"] = gpu_state() if is_gpu else None
+    results["state_after"] = gpu_state() if arguments.device.type == "cuda" else None
     save()
     console.print(lines_table(results))
     print(json.dumps(results))

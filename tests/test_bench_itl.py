@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_capture import Recorded
 
-from hf_kvquant import PRESETS, KVQuantCache
+from hf_kvquant import PRESETS, KVQuantCache, ops
 from hf_kvquant.graphs import capture
 from hf_kvquant.graphs.decode_loop import STEPS_AHEAD, _Loop
 
@@ -33,7 +33,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`bench_itl.py`, where memory reads 10 GB/s and a CPU captures steps."""
     monkeypatch.syspath_prepend(str(EVALS))
     bench = importlib.import_module("bench_itl")
-    monkeypatch.setattr(bench, "bandwidth_of", lambda device: 10.0)
+    monkeypatch.setattr(importlib.import_module("bench_generate"), "bandwidth_of", lambda device: 10.0)
     monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
     monkeypatch.setattr(capture, "check_graphs", lambda model: None)
     return bench
@@ -140,7 +140,7 @@ def test_arguments(bench: ModuleType, words: list[str], message: str, capsys: py
 
 def test_kernels_are_needed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_itl.py", "--device", "cpu"])
-    monkeypatch.setattr(bench.ops, "has_kernels", lambda device: False)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     with pytest.raises(SystemExit, match=re.escape("bench_itl: there are no cpu kernels. docs/install.md says how")):
         bench.main()
 

@@ -16,13 +16,13 @@ export OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false PYTORCH_ALLOC_CONF=expanda
 mkdir -p "$work" "$results"
 
 # Recipes that write in one batch, a line for each process, and those of the long texts.
-groups=${GROUPS_OF_RECIPES:-"int8,k8v4,int4,int4-g32,int4-channel,fp8,naive-4,naive-3
+groups=${GROUPS_OF_RECIPES:-"int8,k8v4,int4,int4-g32,int4-channel,k4v2,int2,fp8,naive-4,naive-3
 naive-2,quarot-4,quarot-3,quarot-2,saw-4,kivi-4,kivi-2,kvquant-4
 kvquant-3,turboquant-4,turboquant-3,turboquant-2,turboquant-prod-4,turboquant-prod-3,polarquant,kvarn-k4v4
 kvarn-k4v2,kvarn-k2v2,oscar-2,mxfp4,nvfp4,int3:4+128,int2-g64:4+128,int4-channel+int2:4+128"}
 long_groups=${LONG_GROUPS:-"int4,kivi-2
 kvarn-k2v2,oscar-2
-int3:4+128,int2-g64:4+128"}
+int3:4+128,int2,k4v2"}
 all=$(tr '\n' ',' <<<"$groups" | sed 's/,$//')
 
 jobs=() status=0
