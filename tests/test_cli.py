@@ -11,7 +11,8 @@ import torch
 from transformers.utils import logging
 
 import hf_kvquant
-from hf_kvquant import cli, ops
+from hf_kvquant import KVQuantConfig, cli, ops
+from hf_kvquant.cli import arguments
 from hf_kvquant.evaluation.errors import Refused, named
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.evaluation.preparation import load, load_calibration
@@ -440,3 +441,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"hf-kvquant {hf_kvquant.__version__}\n"
+
+
+def test_presets_keep_their_own_dense_tokens() -> None:
+    """Unless a number or the name says otherwise."""
+    of_preset = KVQuantConfig.from_preset("int2")
+    none, some = dict.fromkeys(("sink_length", "residual_length"), 0), {"sink_length": 0, "residual_length": 32}
+    assert arguments.config_of("int2") == arguments.config_of("int2", none) == of_preset
+    assert arguments.config_of("int2", some) == KVQuantConfig.from_preset("int2", residual_length=32)
+    assert arguments.config_of("int2:0+0", some) == KVQuantConfig.from_preset("int2", sink_length=0, residual_length=0)

@@ -92,7 +92,7 @@ def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: s
     )
     parser.set_defaults(default_presets=tuple(default))
     for name, which in zip(WINDOWS, ("first", "newest"), strict=True):
-        which = f"how many of the {which} tokens stay dense, unless a preset's name says (default: 0)"
+        which = f"how many of the {which} tokens stay dense, unless a preset's name says (default: the preset's)"
         parser.add_argument(option(name), type=int, default=0, metavar="N", help=which)
 
 
@@ -233,7 +233,7 @@ def checked_configs(args: argparse.Namespace) -> dict[str, KVQuantConfig]:
 def config_of(name: str, dense: Mapping[str, int] | None = None) -> KVQuantConfig:
     """The config of a name: a preset or its formats alone, also with dense tokens, as in `int4-untransformed:4+128`.
 
-    `dense` is for a name that has no such numbers, if the preset quantises anything.
+    `dense` is for a name that has no such numbers, if the preset quantises anything; 0 leaves the preset's own.
     """
     formats, has_dense, lengths = name.partition(":")
     preset = formats.removesuffix(UNTRANSFORMED)
@@ -248,7 +248,7 @@ def config_of(name: str, dense: Mapping[str, int] | None = None) -> KVQuantConfi
             )
         options = dict(zip(WINDOWS, map(int, found.groups()), strict=True))
     elif any(side.is_quantized for side in PRESETS[preset]):
-        options = dict(dense or {})
+        options = {window: length for window, length in (dense or {}).items() if length}
     if formats != preset:  # the naive baseline, without transforms and without clipping
         key, value = (dataclasses.replace(side, clip_ratio=1.0) for side in PRESETS[preset])
         options |= {"transforms": [], "key": key, "value": value}
