@@ -475,10 +475,8 @@ def test_replayed_steps_are_the_same_with_plans(preset: str) -> None:
 
 
 @CUDA_ONLY
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [name for name in CHANGES if "replay" not in name])  # replays change no tokens
 def test_caches_that_change_are_the_same_with_plans(name: str) -> None:
-    if "replay" in name:
-        pytest.skip("changes no tokens")
     for is_static in (False, True):
         dealt, plain = twice(preset="int4-channel", max_cache_len=2300 if is_static else None)
         for each, is_uneven in ((dealt, True), (plain, False)):

@@ -330,8 +330,7 @@ class LayerStore:
             result = self.writer.attend(query, lengths, softmax_scale=softmax_scale, starts=starts, **options)
             if not torch.compiler.is_compiling():
                 self.starts = starts  # decides which first tokens are dense
-        if self.tally.pairs_read is not None:
-            note_read(self, query.shape[2], options.get("sliding_window", 0))
+        note_read(self, query.shape[2], options.get("sliding_window", 0))
         return result
 
     def dequantize(self) -> tuple[Tensor, Tensor]:

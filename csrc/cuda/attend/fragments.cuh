@@ -132,7 +132,7 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
 
 // A nibble in the lowest or second lowest four bits of a float16 is a subnormal number, this many times smaller than
 // the code: one mask unpacks two codes. So is a code of int2 in the lowest byte.
-constexpr float kLowNibbleUnit = 0x1p24f, kHighNibbleUnit = 0x1p20f;
+constexpr float kLowNibbleUnit = 0x1p24f;
 constexpr uint32_t kLowNibbles = 0x000f000fu, kHighNibbles = 0x00f000f0u;
 
 // The same for code `i` of the lowest byte, of int4 or int2.
