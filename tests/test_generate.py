@@ -69,7 +69,9 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str) -> None:
 @pytest.mark.parametrize("preset", QUANTIZED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_presets_attend_to_what_the_reference_decodes(family: str, preset: str) -> None:
-    expected, cache = check_against_reference(models.family(family), preset, left_padded())
+    # Dense tokens of a preset would hide its codes in prompts this short.
+    config = {"preset": preset, "sink_length": 0, "residual_length": 0}
+    expected, cache = check_against_reference(models.family(family), config, left_padded())
     fallbacks = sum(sum(storage.tally.fallbacks.values()) for storage in cache.storages)
     assert (fallbacks == 0) == FAMILIES[family].is_served, f"{fallbacks} steps fell back"
     # The comparison above would pass without any quantisation if quantisation did not show in the logits.

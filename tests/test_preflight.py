@@ -124,7 +124,8 @@ def test_a_tighter_goal_takes_more_bits() -> None:
 
 @pytest.mark.parametrize("preset", ["k4v2", "int2"])
 def test_dense_windows_of_a_preset_are_picked_with_it(preset: str) -> None:
-    result = run_preflight(build(), presets=[preset, "none"], measure=False)
+    # Weights alone speak against four bits and fewer below head_dim 128.
+    result = run_preflight(build(head_dim=128), presets=[preset, "none"], measure=False)
     assert result.config == KVQuantConfig.from_preset(preset) and result.spelled() == repr(preset)
     assert verdict.name_of(result.config.formats(0)) == preset
     without = KVQuantConfig.from_preset(preset, residual_length=0)
