@@ -33,13 +33,13 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import DTYPE, SHARED, attempt, earlier_results, load
+from bench_generate import DTYPE, attempt, load
 from generate_cases import MODELS
 from generate_systems import clean_up
+from results_files import SHARED, add_run_options, earlier_results, parse_run, write_results
 from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -315,7 +315,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-8b", help=f"random weights: {', '.join(MODELS)}; or a checkpoint")
-    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
     told = "bytes of cache, in GB, one or several (default: all memory that is left)"
@@ -325,13 +324,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     told = f"of linear layers: {', '.join(METHODS)} (default: {BF16})"
     parser.add_argument("--weights", nargs="+", choices=METHODS, default=[BF16], metavar="METHOD", help=told)
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
-    parser.add_argument("--output", type=Path, help="also write the JSON here, after every system")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what --output holds if it is of this machine and model"
-    )
-    arguments = parser.parse_args(words)
-    if arguments.resume and arguments.output is None:
-        parser.error("--resume needs --output, the results to resume")
+    kept = "what --output holds if it is of this machine and model"
+    add_run_options(parser, after="every system", resumed=kept)
+    arguments = parse_run(parser, words)
     if arguments.cache_gb and arguments.total_gb:
         parser.error("--total-gb takes the place of --cache-gb, got both")
     for option, sizes in (("--cache-gb", arguments.cache_gb), ("--total-gb", arguments.total_gb)):
@@ -340,8 +335,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
                 parser.error(f"{option} must be positive, got {size}")
     if not 0 < arguments.share <= 1:
         parser.error(f"--share must be above 0 and at most 1, got {arguments.share}")
-    if arguments.device is None:
-        arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return arguments
 
 
@@ -372,8 +365,7 @@ def main() -> None:
         "dtype": str(DTYPE).removeprefix("torch."),
         "page_size": PAGE_SIZE,
     }
-    earlier = earlier_results(results, arguments.output, RESUMED) if arguments.resume else {}
-    results["commands"] = [*earlier.get("commands", []), results["command"]]
+    earlier = earlier_results(results, arguments, RESUMED)
     results["workloads"] = earlier.get("workloads", [])
     for weights in arguments.weights:
         model = load(arguments.model, arguments.device)
@@ -402,9 +394,7 @@ def run(model: Any, weights: str, arguments: argparse.Namespace, results: dict[s
                 found["failures"].append({"weights": weights, "system": system, "reason": reason})
                 told = str(reason)
             console.print(f"{name}, {weights} + {system}: {told}", highlight=False, markup=False)
-            if arguments.output is not None:
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write_results(results, arguments.output)
 
 
 if __name__ == "__main__":

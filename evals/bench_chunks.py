@@ -29,6 +29,7 @@ from bench_decode import random_planes
 from decode_cases import DEVICE, DTYPE, Shape, bytes_held, thousands
 from gpu_timing import MIN_CALLS, Forms, Timing, sets_needed, time_calls
 from render_chunks import COMPARED
+from results_files import write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -172,8 +173,7 @@ def main() -> None:
     add_ratios(results["cases"])
     results |= {"state_after": gpu_state(), "wall_s": time.perf_counter() - started}
     Console(width=160).print(case_table(results))
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_results(results, arguments.output)
     print(json.dumps(results))
 
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from decode_cases import random_transform
+from results_files import write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -323,9 +324,7 @@ def main() -> None:
     results["query_dtype"] = cases[0]["query_dtype"]
     results["rows"] = [row for row in cases[0]["rows"] if row["preset"] in PRESETS]
     results["cases"] = cases
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_results(results, arguments.output)
     print(json.dumps(results))
 
 

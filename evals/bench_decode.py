@@ -62,6 +62,7 @@ from decode_cases import (
 )
 from decode_peers import measure_peers, peer_versions
 from gpu_timing import ReadBandwidth, Timing, figures, sets_needed, time_calls
+from results_files import write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -547,9 +548,7 @@ def main() -> None:
         results["read"] = sorted(bandwidth.measured.values(), key=lambda row: row["bytes"])
         results["checks"] = check_goals(results)
         results["wall_s"] = time.perf_counter() - started
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_results(results, arguments.output)
 
     cases = {name: CASES[name] for name in arguments.cases}
     if arguments.lengths:

@@ -37,10 +37,8 @@ import dataclasses
 import functools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +66,7 @@ from generate_systems import (
     check_served,
     clean_up,
 )
+from results_files import SHARED, add_run_options, earlier_results, parse_run, write_results
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.utils import counters
@@ -323,29 +322,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", default="llama-3-8b", help=f"random weights: {models}; or a checkpoint (default: %(default)s)"
     )
-    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
     cases = ",".join(case.name for case in DEFAULT_CASES)
     scenarios = f"or scenarios: {', '.join(SCENARIOS)}, also with sizes such as {SCENARIOS['turn'].name}"
     known = f"batch x context, {scenarios} (default: {cases})"
     parser.add_argument("--cases", type=_cases, default=DEFAULT_CASES, help=known)
     systems = f"all, or some of {', '.join(SYSTEMS)} (default: {','.join(DEFAULT_SYSTEMS)})"
     parser.add_argument("--systems", type=_systems, default=DEFAULT_SYSTEMS, help=systems)
-    parser.add_argument(
-        "--new-tokens", type=int, default=64, help="per call; the first quarter is not timed (default: %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, help="also write the JSON here, after every case")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the cases in --output if they are of this commit, machine and model"
-    )
-    arguments = parser.parse_args(words)
-    if arguments.new_tokens < 8:
-        parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
-    if arguments.resume and arguments.output is None:
-        parser.error("--resume needs --output, the results to resume")
+    kept = "the cases in --output if they are of this commit, machine and model"
+    add_run_options(parser, after="every case", resumed=kept, new_tokens=64)
+    arguments = parse_run(parser, words)
     if arguments.model not in MODELS and any(case.name.startswith("assisted") for case in arguments.cases):
         parser.error(f"assisted changes weights, so --model must be one of {models}, got {arguments.model}")
-    if arguments.device is None:
-        arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return arguments
 
 
@@ -362,34 +349,6 @@ def _systems(words: str) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown systems {unknown}; there are {', '.join(SYSTEMS)}")
     return names
-
-
-# What all cases of one results file share. Figures are only compared within a case, whose floor and systems were
-# measured in one run.
-SHARED = ("commit", "is_dirty", "hf_kvquant", "torch", "transformers", "cpu", "gpu", "driver", "model", "dtype")
-
-
-def earlier_results(results: dict[str, Any], path: Path, shared: tuple[str, ...] = SHARED) -> dict[str, Any]:
-    """What an earlier run wrote to a results file, its `commands` included; empty if there is no file.
-
-    Args:
-        results: Of this run; those of the earlier one must be equal to it in what `shared` names.
-        path: The file.
-        shared: Keys of results.
-
-    Raises:
-        SystemExit: They are of another commit, machine or model.
-    """
-    if not path.exists():
-        return {}
-    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for key in shared:
-        if earlier.get(key) != results.get(key):
-            raise SystemExit(
-                f"{Path(sys.argv[0]).stem}: `--resume` must find results of the same {key}, {results.get(key)}, got "
-                f"{earlier.get(key)} in {path}. Name another --output."
-            )
-    return {"commands": [earlier["command"]], **earlier}
 
 
 def begun(where: str, arguments: argparse.Namespace, console: Console) -> tuple[Any, dict[str, Any]]:
@@ -428,19 +387,15 @@ def main() -> None:
     console = Console(width=200)
     model, results = begun("bench_generate", arguments, console)
     bandwidth = results["read_gbps"]
-    earlier = earlier_results(results, arguments.output, (*SHARED, "new_tokens")) if arguments.resume else {}
+    earlier = earlier_results(results, arguments, (*SHARED, "new_tokens"))
     cases, scenarios = earlier.get("cases", []), earlier.get("scenarios", [])
     done = {case["case"] for case in cases} | {scenario["scenario"] for scenario in scenarios}
-    # `command` is that of the newest run, as on every card; `commands` are those of all runs that measured the cases.
-    results |= {"commands": [*earlier.get("commands", []), results["command"]], "cases": cases, "scenarios": scenarios}
-    results |= {"checks": [], "state_after": None}
+    results |= {"cases": cases, "scenarios": scenarios, "checks": [], "state_after": None}
 
     def save() -> None:
         results["checks"] = check_goals(results)
         results["wall_s"] = time.perf_counter() - started
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_results(results, arguments.output)
 
     floors: dict[int, tuple[dict[str, Any] | None, str | None]] = {}
     assistant = None

@@ -29,14 +29,13 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-from bench_generate import SHARED, add_roofline, attempt, begun, earlier_results
+from bench_generate import add_roofline, attempt, begun
 from bench_weights import measure_step
 from generate_cases import MODELS, Case
 from generate_systems import SYSTEMS, System, ours
+from results_files import SHARED, add_run_options, earlier_results, parse_run, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -180,27 +179,15 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS, help="random weights (default: %(default)s)")
-    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     told = f"batch x tokens held (default: {' '.join(DEFAULT_CASES)})"
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[*map(Case.parse, DEFAULT_CASES)], help=told)
-    parser.add_argument(
-        "--new-tokens", type=int, default=32, help="per case; the first quarter is not timed (default: %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, help="also write the JSON here, after every row")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows in --output if they are of this commit, machine and model"
-    )
-    arguments = parser.parse_args(words)
-    if arguments.resume and arguments.output is None:
-        parser.error("--resume needs --output, the results to resume")
-    if arguments.new_tokens < 8:
-        parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
+    kept = "the rows in --output if they are of this commit, machine and model"
+    add_run_options(parser, after="every row", resumed=kept, new_tokens=32)
+    arguments = parse_run(parser, words)
     for case in arguments.cases:
         if case.context <= arguments.new_tokens:
             parser.error(f"--cases must hold more tokens than --new-tokens, {arguments.new_tokens}, got {case.name}")
-    if arguments.device is None:
-        arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return arguments
 
 
@@ -210,8 +197,7 @@ def main() -> None:
     started = time.perf_counter()
     console = Console(width=200)
     model, results = begun("bench_itl", arguments, console)
-    earlier = earlier_results(results, arguments.output, (*SHARED, "new_tokens")) if arguments.resume else {}
-    results["commands"] = [*earlier.get("commands", []), results["command"]]
+    earlier = earlier_results(results, arguments, (*SHARED, "new_tokens"))
     results["rows"] = earlier.get("rows", [])
     done = {(row["arm"], row["case"]) for row in results["rows"]}
     todo = [(arm, case) for arm in arguments.arms for case in arguments.cases if (arm, case.name) not in done]
@@ -221,9 +207,7 @@ def main() -> None:
     def save() -> None:
         results["lines"] = lines_of(results["rows"])
         results["wall_s"] = time.perf_counter() - started
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_results(results, arguments.output)
 
     for arm, case in todo:
         row, reason = None, SKIPPED

@@ -22,6 +22,7 @@ import torch
 from bench_generate import add_rows, clean_up, load, measure
 from generate_cases import MODELS, Case
 from generate_systems import SYSTEMS, call
+from results_files import write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, distributed
@@ -152,8 +153,7 @@ def main() -> None:
             for failure in [*case["one"]["failures"], *case["ranks"]["failures"]]:
                 console.print(f"{failure['system']}: {failure['reason']}", highlight=False, markup=False)
         console.print(f"share of tokens that one GPU writes, too: {results['same_tokens']}", highlight=False)
-        if arguments.output is not None:
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_results(results, arguments.output)
         print(json.dumps(results))
     distributed.destroy_process_group()
 

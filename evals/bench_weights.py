@@ -29,7 +29,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,11 +36,9 @@ import torch
 from bench_generate import (
     CALLS,
     DTYPE,
-    SHARED,
     add_roofline,
     attempt,
     bandwidth_of,
-    earlier_results,
     load,
     step_figures,
     weight_bytes,
@@ -49,6 +46,7 @@ from bench_generate import (
 from generate_cases import MODELS, Case
 from generate_systems import SYSTEMS, System, bytes_per_token, call, check_served, clean_up
 from gpu_timing import time_calls
+from results_files import SHARED, add_run_options, earlier_results, parse_run, write_results
 from rich.console import Console
 from rich.table import Table
 from transformers.cache_utils import Cache, DynamicCache
@@ -239,27 +237,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS, help="random weights (default: %(default)s)")
-    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     told = f"batch x context (default: {' '.join(GOALS)})"
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[*map(Case.parse, GOALS)], help=told)
-    parser.add_argument(
-        "--new-tokens", type=int, default=64, help="per call; the first quarter is not timed (default: %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, help="also write the JSON here, after every method")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep what --output holds if it is of this commit, machine and model",
-    )
-    arguments = parser.parse_args(words)
-    if arguments.resume and arguments.output is None:
-        parser.error("--resume needs --output, the results to resume")
-    if arguments.new_tokens < 8:
-        parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
-    if arguments.device is None:
-        arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return arguments
+    kept = "what --output holds if it is of this commit, machine and model"
+    add_run_options(parser, after="every method", resumed=kept, new_tokens=64)
+    return parse_run(parser, words)
 
 
 def main() -> None:
@@ -282,8 +265,7 @@ def main() -> None:
     }
     for key, value in results.items():
         console.print(f"{key:>18}  {value}", highlight=False, markup=False)
-    earlier = earlier_results(results, arguments.output, (*SHARED, "new_tokens")) if arguments.resume else {}
-    results["commands"] = [*earlier.get("commands", []), results["command"]]
+    earlier = earlier_results(results, arguments, (*SHARED, "new_tokens"))
     results["methods"] = earlier.get("methods", [])
     done = [found["method"] for found in results["methods"]]
     names = [name for name in arguments.methods if name not in done]
@@ -298,9 +280,7 @@ def main() -> None:
         told = ", ".join(f"{row['case']} {row['step_ms']:.3f} ms" for row in found["cases"]) if found else reason
         console.print(f"{results['wall_s']:.0f} s: {name}: {told}", highlight=False, markup=False)
         add_ratios(results)
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_results(results, arguments.output)
     add_ratios(results)  # also where nothing was missing
     console.print(products_table(results))
     console.print(steps_table(results))
