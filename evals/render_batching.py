@@ -1,16 +1,23 @@
 """What the pages say about continuous batching on a GPU, from `evals/results/batching.json` alone.
 
-`bench_batching.py` measures, and `render_readme.py` puts this into the pages.
+`bench_batching.py` measures, and `render_readme.py` puts the table and the picture into the pages.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from pictures import COLOURS, UNQUANTISED, short
+
 from hf_kvquant.common.tables import markdown_table as table
+from hf_kvquant.evaluation.report.plots import label, picture
 
 # The systems that are compared, by their names in bench_batching.py.
 THEIRS, OURS = "flash", "int4"
+# What the picture shows, and how: a workload that was measured with several sizes of the cache.
+DRAWN_WORKLOAD = "W1"
+DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: ("int4", COLOURS["int4"])}
 
 
 def throughput_table(results: dict[str, Any]) -> str:
@@ -48,3 +55,49 @@ def caption(results: dict[str, Any]) -> str:
         f"dash: not measured. {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
         f"{results['date'][:10]}, `evals/results/batching.json`."
     )
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def plotted(results: dict[str, Any]) -> dict[str, Any]:
+    """`throughput`: by system, points of GB of cache and tokens a second, from the smallest cache on. `requests`,
+    `prompt` and `new` of the workload. `gpu`: its name."""
+    measured = [found for found in results["workloads"] if found["workload"] == DRAWN_WORKLOAD]
+    whole = max(measured, key=lambda found: found["requests"])
+    found = [each for each in measured if each["requests"] == whole["requests"]]
+    rows = [row for each in found for row in each["rows"]]
+    points = {
+        system: sorted(
+            [row["room_tokens"] * row["bytes_per_token"] / 1e9, row["output_tokens_per_s"]]
+            for row in rows
+            if row["system"] == system
+        )
+        for system in DRAWN
+    }
+    return {
+        "throughput": {system: each for system, each in points.items() if each},
+        **{key: whole[key] for key in ("requests", "prompt", "new")},
+        "gpu": short(results["gpu"]),
+    }
+
+
+def draw(numbers: dict[str, Any], path: Path) -> None:
+    """Draw tokens a second against the bytes of the cache."""
+    lines = numbers["throughput"]
+    (least, ours), (most, theirs) = lines[OURS][0], lines[THEIRS][-1]
+    memories = [memory for points in lines.values() for memory, _ in points]
+    title = f"{least:.0f} GB of int4 cache serve {ours / theirs:.1f} times what {most:.0f} GB of bf16 do"
+    with picture(path, numbers, title, height=3.0) as ((axes,),):
+        for system, points in lines.items():
+            name, color = DRAWN[system]
+            axes.plot(*zip(*points, strict=True), marker="o", color=color)
+            label(axes, name, points[-1], color)
+        fewest, largest = numbers["new"]
+        what = f"{numbers['requests']} requests, {numbers['prompt']:,} tokens in, {fewest} to {largest} out"
+        axes.set(title=f"output tokens a second ({numbers['gpu']}; {what})", xlabel="GB of cache", xscale="log")
+        axes.set_xticks(ticks := [4, 8, 16, 32, 64, 128], map(str, ticks))
+        axes.set_xlim(0.9 * min(memories), 1.05 * max(memories))
+        axes.minorticks_off()
+        axes.set_ylim(0, None)
+        axes.grid(axis="y")

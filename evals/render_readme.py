@@ -6,8 +6,8 @@ A page marks the place of a part with `<!-- begin: NAME -->` and `<!-- end -->`;
 test renders every page again and compares, so every number on a page comes from a results file. A picture is compared
 by the numbers in its description, since its bytes depend on the version of matplotlib (`pip install matplotlib`, needed
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
-many new tokens, `render_batching.py` that of many requests, `render_parallel.py` that of several GPUs,
-`render_families.py` that of model families, `render_itl.py` that of steps by the tokens held, with its picture,
+many new tokens, `render_batching.py` that of many requests, with its picture, `render_parallel.py` that of several
+GPUs, `render_families.py` that of model families, `render_itl.py` that of steps by the tokens held, with its picture,
 `render_recipes.py` those of published recipes, `render_ablation.py` and `render_weights.py` those of quantised weights.
 The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
@@ -46,7 +46,9 @@ PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 GENERATE_PICTURE = RESULTS / "generate.svg"
 RECIPES_PICTURE = RESULTS / "recipes.svg"
-ITL_PICTURE = RESULTS / "itl.svg"  # where there are results
+# Where there are results:
+ITL_PICTURE = RESULTS / "itl.svg"
+BATCHING_PICTURE = RESULTS / "batching.svg"
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
@@ -59,6 +61,10 @@ NOT_MEASURED = "Not measured yet."
 ITL_IMAGE = (
     "![Line charts: the time of a decode step against the tokens held, for one sequence and for several. All lines "
     "rise; the fewer bits a cache has, the flatter its line.](../evals/results/itl.svg)"
+)
+BATCHING_IMAGE = (
+    "![Line chart: output tokens a second against the bytes of the cache, for bf16 and presets. A small int4 cache "
+    "serves more than a large one in bf16.](../evals/results/batching.svg)"
 )
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
@@ -122,7 +128,8 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         paragraphs["chunks"] = [render_chunks.chunk_table(results["chunks"]), render_chunks.caption(results["chunks"])]
     if "batching" in results:
         batching = results["batching"]
-        paragraphs["batching"] = [render_batching.throughput_table(batching), render_batching.caption(batching)]
+        batching_table, batching_caption = render_batching.throughput_table(batching), render_batching.caption(batching)
+        paragraphs["batching"] = [BATCHING_IMAGE, batching_table, batching_caption]
     for part, name in (("ablation", "ablation"), ("ablation-larger", "ablation_larger")):
         if name in results:
             ablation = results[name], results[f"{name}_outliers"]
@@ -403,6 +410,8 @@ def main() -> None:
     draw_recipes(RECIPES_PICTURE, plotted_recipes(results))
     if "itl" in results:
         render_itl.draw(render_itl.plotted(results["itl"]), ITL_PICTURE)
+    if "batching" in results:
+        render_batching.draw(render_batching.plotted(results["batching"]), BATCHING_PICTURE)
     texts = parts(results)
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8"), texts), encoding="utf-8")

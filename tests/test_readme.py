@@ -52,6 +52,8 @@ def test_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
     assert described(renderer.GENERATE_PICTURE) == renderer.pictures.plotted_generate(results["generate"])
     if "itl" in results:
         assert described(renderer.ITL_PICTURE) == renderer.render_itl.plotted(results["itl"])
+    if "batching" in results:
+        assert described(renderer.BATCHING_PICTURE) == renderer.render_batching.plotted(results["batching"])
 
 
 def test_rendering_fills_what_is_between_markers(renderer: ModuleType) -> None:
@@ -302,6 +304,38 @@ def test_batching_table(renderer: ModuleType) -> None:
     ]  # fmt: skip
     assert rows[3] == ["256", "16,384, shared", "512", "all memory", "-", "8,127", "-", "-, 562k", "-, 9.1"]
     assert results["gpu"] in renderer.render_batching.caption(results)
+
+
+def test_batching_picture(renderer: ModuleType, tmp_path: Path) -> None:
+    """One workload is shown, with as many requests, whatever order its memories were measured in."""
+    results = batching_results()
+    unique, shared = results["workloads"]
+    sizes = {"flash": 131072, "int4": 34816, "int8": 67584}
+
+    def found(memory: float, speeds: dict[str, float], **changed: Any) -> dict[str, Any]:
+        rows = [
+            {"system": name, "output_tokens_per_s": speed, "bytes_per_token": sizes[name]}
+            | {"room_tokens": memory * 1e9 / sizes[name]}
+            for name, speed in speeds.items()
+        ]
+        return {**unique, "workload": "W1", "rows": rows, **changed}
+
+    results["workloads"] = [
+        found(100.0, {"flash": 5000.0}),
+        found(24.0, {"int4": 8000.0, "flash": 4600.0}),
+        found(24.0, {"int4": 9.0}, requests=26),
+        {**shared, "workload": "W4"},
+    ]
+    numbers = renderer.render_batching.plotted(results)
+    assert numbers["throughput"] == {
+        "flash": [[pytest.approx(24.0), 4600.0], [pytest.approx(100.0), 5000.0]],
+        "int4": [[pytest.approx(24.0), 8000.0]],
+    }
+    assert (numbers["requests"], numbers["prompt"], numbers["new"]) == (512, 1024, [128, 896])
+    pytest.importorskip("matplotlib")
+    renderer.render_batching.draw(numbers, tmp_path / "batching.svg")
+    drawn = (tmp_path / "batching.svg").read_text(encoding="utf-8")
+    assert "24 GB of int4 cache serve 1.6 times what 100 GB of bf16 do" in drawn
 
 
 def test_parts_of_results_that_may_be_missing(
