@@ -254,7 +254,7 @@ def broken(dice: random.Random, memory: Memory, call: Call) -> str:
     """Change one argument in place; says which, and how."""
     name = dice.choice(list(call))
     value = call[name]
-    if isinstance(value, list) and dice.random() < 0.9:  # one of them
+    if isinstance(value, list) and value and dice.random() < 0.9:  # one of them
         each, i = dict(enumerate(value)), dice.randrange(len(value))
         how = change(dice, memory, call, each, i)
         call[name] = list(each.values())
