@@ -28,6 +28,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+RUN_OPTIONS = (ROOT / "evals" / "results_files.py").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 FENCED = re.compile(r"^(`{3,})([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
@@ -122,8 +123,11 @@ def check_command(words: list[str]) -> None:
     elif Path(program).name == "python":
         script = ROOT / arguments[0]
         assert script.is_file(), words
+        source = script.read_text(encoding="utf-8")
+        if "add_run_options(" in source:
+            source += RUN_OPTIONS
         for option in (word for word in arguments[1:] if word.startswith("--")):
-            assert f'"{option}"' in script.read_text(encoding="utf-8"), words
+            assert f'"{option}"' in source, words
     else:
         assert words[:2] == ["pip", "install"], f"nothing checks this command: {words}"
 
