@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_files import write_results
 from rich.console import Console
 from rich.table import Table
 from weight_recipes import WEIGHTS, quantize_weights
@@ -152,8 +153,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - started),
     }
     console.print(shown(rows))
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_results(results, arguments.output)
     print(json.dumps(results))
 
 

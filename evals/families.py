@@ -10,12 +10,12 @@ table on `docs/models.md` from it.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from results_files import write_results
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -78,7 +78,7 @@ def measured() -> dict[str, Any]:
 
 def main() -> None:
     """Run every family and write the results."""
-    RESULTS.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
+    write_results(measured(), RESULTS)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from results_files import write_results
 from rich.console import Console
 
 from hf_kvquant import cli
@@ -86,9 +87,7 @@ def run(args: argparse.Namespace) -> None:
     record = evaluate.measured(args).to_dict()
     results = flattened(record, Path(args.model))
     show(Console(highlight=False), record)
-    if output:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_results(results, output)
     print(json.dumps(results))
 
 
@@ -108,7 +107,9 @@ def main() -> int:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model (default: float32)")
     parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0 (default: cpu)")
-    parser.add_argument("--output", metavar="FILE", help="write the results here; stdout also ends with them")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the results here; stdout also ends with them"
+    )
     parser.add_argument("--record", metavar="FILE", help="keep what is measured so far; run again to resume")
     parser.set_defaults(run=run, command="eval perplexity", rows=True, dataset=None, split=None, field=None)
     args = parser.parse_args()

@@ -22,6 +22,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from results_files import write_results
+
 from hf_kvquant.evaluation.provenance import ROOT
 from hf_kvquant.evaluation.recipes.measure import SUMMARY
 from hf_kvquant.evaluation.recipes.results import rows_of
@@ -63,7 +65,7 @@ def main() -> None:
             add(runs[name], run, name)
         else:
             runs[name] = run
-    args.output.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+    write_results({"runs": runs}, args.output)
 
 
 if __name__ == "__main__":

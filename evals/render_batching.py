@@ -85,7 +85,8 @@ def plotted(results: dict[str, Any]) -> dict[str, Any]:
 def draw(numbers: dict[str, Any], path: Path) -> None:
     """Draw tokens a second against the bytes of the cache."""
     lines = numbers["throughput"]
-    (least, ours), (most, theirs) = lines[OURS][0], lines[THEIRS][-1]
+    most, theirs = lines[THEIRS][-1]
+    least, ours = next((point for point in lines[OURS] if point[1] >= theirs), lines[OURS][-1])
     memories = [memory for points in lines.values() for memory, _ in points]
     title = f"{least:.0f} GB of int4 cache serve {ours / theirs:.1f} times what {most:.0f} GB of bf16 do"
     with picture(path, numbers, title, height=3.0) as ((axes,),):

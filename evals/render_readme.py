@@ -63,8 +63,8 @@ ITL_IMAGE = (
     "rise; the fewer bits a cache has, the flatter its line.](../evals/results/itl.svg)"
 )
 BATCHING_IMAGE = (
-    "![Line chart: output tokens a second against the bytes of the cache, for bf16 and presets. A small int4 cache "
-    "serves more than a large one in bf16.](../evals/results/batching.svg)"
+    "![Line chart: output tokens a second against the bytes of the cache, with a line each for bf16 and for "
+    "presets.](../evals/results/batching.svg)"
 )
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]

@@ -1,4 +1,4 @@
-"""Results files of the benchmarks: how they are written, and how an interrupted run goes on in one."""
+"""Results files of the evaluations: how they are written, and how an interrupted run goes on in one."""
 
 from __future__ import annotations
 
@@ -62,15 +62,14 @@ def earlier_results(
     Raises:
         SystemExit: They are of another commit, machine or model.
     """
-    path: Path = arguments.output
     earlier: dict[str, Any] = {}
-    if arguments.resume and path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+    if arguments.resume and arguments.output.exists():
+        earlier = json.loads(arguments.output.read_text(encoding="utf-8"))
         for key in shared:
             if earlier.get(key) != results.get(key):
                 raise SystemExit(
                     f"{Path(sys.argv[0]).stem}: `--resume` must find results of the same {key}, {results.get(key)}, "
-                    f"got {earlier.get(key)} in {path}. Name another --output."
+                    f"got {earlier.get(key)} in {arguments.output}. Name another --output."
                 )
         earlier.setdefault("commands", [earlier["command"]])
     results["commands"] = [*earlier.get("commands", []), results["command"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -444,9 +445,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_presets_keep_their_own_dense_tokens() -> None:
-    """Unless a number or the name says otherwise."""
-    of_preset = KVQuantConfig.from_preset("int2")
-    none, some = dict.fromkeys(("sink_length", "residual_length"), 0), {"sink_length": 0, "residual_length": 32}
-    assert arguments.config_of("int2") == arguments.config_of("int2", none) == of_preset
-    assert arguments.config_of("int2", some) == KVQuantConfig.from_preset("int2", residual_length=32)
-    assert arguments.config_of("int2:0+0", some) == KVQuantConfig.from_preset("int2", sink_length=0, residual_length=0)
+    """Unless an option or the name says otherwise; 0 says so too."""
+
+    def config(*words: str) -> KVQuantConfig:
+        parser = argparse.ArgumentParser()
+        arguments.add_presets(parser, ())
+        (found,) = arguments.checked_configs(parser.parse_args(["--preset", *words])).values()
+        return found
+
+    assert config("int2") == KVQuantConfig.from_preset("int2")
+    assert config("int2", "--residual-length", "0") == KVQuantConfig.from_preset("int2", residual_length=0)
+    assert config("int2", "--residual-length", "32") == KVQuantConfig.from_preset("int2", residual_length=32)
+    none = {"sink_length": 0, "residual_length": 0}
+    assert config("int2:0+0", "--residual-length", "32") == KVQuantConfig.from_preset("int2", **none)

@@ -92,8 +92,8 @@ def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: s
     )
     parser.set_defaults(default_presets=tuple(default))
     for name, which in zip(WINDOWS, ("first", "newest"), strict=True):
-        which = f"how many of the {which} tokens stay dense, unless a preset's name says (default: the preset's)"
-        parser.add_argument(option(name), type=int, default=0, metavar="N", help=which)
+        which = f"how many of the {which} tokens stay dense, unless a preset's name says so (default: the preset's)"
+        parser.add_argument(option(name), type=int, metavar="N", help=which)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -223,7 +223,7 @@ def source_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def checked_configs(args: argparse.Namespace) -> dict[str, KVQuantConfig]:
     """The configs to run, by name, each once and in the order given; the command's defaults if none is given."""
-    dense = {name: getattr(args, name) for name in WINDOWS}
+    dense = {name: length for name, length in given(args, *WINDOWS).items() if length is not None}
     for name, length in dense.items():
         if length < 0:
             raise UsageError(f"`{option(name)}` must be at least 0, got {length}.")
@@ -233,7 +233,7 @@ def checked_configs(args: argparse.Namespace) -> dict[str, KVQuantConfig]:
 def config_of(name: str, dense: Mapping[str, int] | None = None) -> KVQuantConfig:
     """The config of a name: a preset or its formats alone, also with dense tokens, as in `int4-untransformed:4+128`.
 
-    `dense` is for a name that has no such numbers, if the preset quantises anything; 0 leaves the preset's own.
+    `dense` is for a name that has no such numbers, if the preset quantises anything. Presets keep what it leaves out.
     """
     formats, has_dense, lengths = name.partition(":")
     preset = formats.removesuffix(UNTRANSFORMED)
@@ -248,7 +248,7 @@ def config_of(name: str, dense: Mapping[str, int] | None = None) -> KVQuantConfi
             )
         options = dict(zip(WINDOWS, map(int, found.groups()), strict=True))
     elif any(side.is_quantized for side in PRESETS[preset]):
-        options = {window: length for window, length in (dense or {}).items() if length}
+        options = dict(dense or {})
     if formats != preset:  # the naive baseline, without transforms and without clipping
         key, value = (dataclasses.replace(side, clip_ratio=1.0) for side in PRESETS[preset])
         options |= {"transforms": [], "key": key, "value": value}

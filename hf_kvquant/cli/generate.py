@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     how: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed or 0}
     summaries = run_presets(model, tokenizer, prompts, presets, on_start=start, on_text=show, **how)
     where = f"{model.dtype} on {model.device}".removeprefix("torch.")
-    more = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)))
+    more = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)) is not None)
     more += ", offloaded" if args.offloading else ""
     show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{more}")
 

@@ -57,7 +57,7 @@ def measure(
     limit: int | None = None,
     batch_size: int = 8,
     batching: bool = False,
-    **dense: int,
+    **dense: int | None,
 ) -> dict[tuple[str, str], Part] | None:
     """Run tasks under every preset, and keep the results in the file `output`, or in memory.
 
