@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import logging
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -550,6 +552,30 @@ def test_other_buffers_weights_and_choices_have_steps_of_their_own(model: Any) -
     assert counts == [1, 2, 2, 2, 3, 4]
     run(caches[1])
     assert steps_of(model) == Captures.LIMIT == 4
+
+
+def test_cycles_are_not_collected_while_a_step_is_recorded(model: Any) -> None:
+    """One may hold another graph, and freeing it would end the recording."""
+    graphs, are_alive = [], []
+    if model.device.type == "cuda":
+        for _ in range(2):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                torch.zeros(1, device="cuda")
+
+    def leave_a_cycle(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] == 1:
+            cycle = type("Cycle", (), {})()
+            cycle.itself, cycle.graph = cycle, graphs.pop() if graphs else None
+            reference = weakref.ref(cycle)
+            del cycle
+            _ = [[] for _ in range(100_000)]  # Python collects after so many new objects
+            are_alive.append(reference() is not None)
+
+    patch(model, {**INT4, "capture": True})
+    model.register_forward_pre_hook(leave_a_cycle, with_kwargs=True)
+    greedy(model, left_padded(), output_logits=False)
+    assert are_alive == [False, True] and gc.isenabled()
 
 
 def test_training_has_steps_of_its_own(model: Any) -> None:

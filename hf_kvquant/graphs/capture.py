@@ -14,7 +14,9 @@ hooks or adapters change: adapters that are switched, merged or taken away.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
+import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeGuard
@@ -162,7 +164,8 @@ class StepRunner(abc.ABC):
     def _recorded(self, step: Callable[[], Any], cache: KVQuantCache) -> tuple[Callable[[], None], Any]:
         length = cache.storages[0].length
         try:
-            recorded = self._record(step)
+            with _no_collection():
+                recorded = self._record(step)
             self._num_tokens = cache.storages[0].length - length
             return recorded
         except BaseException as error:
@@ -181,6 +184,18 @@ class StepRunner(abc.ABC):
     @abc.abstractmethod
     def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record the step without running it. Returns a function that replays it, and the step's result."""
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting reference cycles. One may hold a CUDA graph, and freeing it would end a recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CudaGraph(StepRunner):
