@@ -175,13 +175,15 @@ def test_capturing_steps_with_prompts_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_pages
-def test_capturing_steps_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_steps_that_gather_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with patched(models.build("llama"), "int8") as model:
         monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-        monkeypatch.setattr(support, "rank_of", lambda model: (0, 2))
-        message = f"{WHERE}: `use_cuda_graph` must be False for a model that is sharded over several ranks, got True."
+        monkeypatch.setattr(support, "why_not_captured", lambda model: "its weights are divided among processes")
+        config = patch_of(model).config
+        support.check_served(model, config, ContinuousBatchingConfig())
+        message = f"{WHERE}: `use_cuda_graph` must be False for this {type(model).__name__}, got True: its weights are"
         with pytest.raises(NotImplementedError, match=re.escape(message)):
-            support.check_served(model, patch_of(model).config, ContinuousBatchingConfig(use_cuda_graph=True))
+            support.check_served(model, config, ContinuousBatchingConfig(use_cuda_graph=True))
 
 
 @needs_pages

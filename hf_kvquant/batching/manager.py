@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..attention.registry import implementation_name, set_attention
-from ..models.sharding import rank_of
+from ..models.sharding import why_not_captured
 from ..models.text_config import text_config_of
 from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
@@ -136,7 +136,7 @@ class Manager(ContinuousBatchingManager):
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
         resolved = copy.copy(continuous_batching_config)
-        settle_graphs(resolved, model.device, num_ranks=rank_of(model)[1])
+        settle_graphs(resolved, model.device, can_capture=why_not_captured(model) is None)
         try:
             super().__init__(model, generation_config, resolved, workload_hints)
         except BaseException:

@@ -33,20 +33,19 @@ DEFAULT_POSITIONS = 2**17
 TOKEN_INTERVAL = 256
 
 
-def settle_graphs(batching: ContinuousBatchingConfig, device: torch.device, num_ranks: int = 1) -> None:
+def settle_graphs(batching: ContinuousBatchingConfig, device: torch.device, *, can_capture: bool = True) -> None:
     """Decide which steps are captured and whether the host prepares a step while the one before it runs.
 
-    transformers would decide by its own attention functions. On a single GPU, decode steps are captured unless the user
-    says otherwise, and where they are, batching is asynchronous, since the host would be slower than the graph.
+    transformers would decide by its own attention functions. On GPUs, decode steps are captured unless the user says
+    otherwise, and where they are, batching is asynchronous, since the host would be slower than the graph.
 
     Args:
         batching: Changed in place.
         device: Of the model.
-        num_ranks: Of tensor parallelism. What ranks say to each other is captured in `generate` only.
+        can_capture: Whether the model's weights are divided among processes, if at all, in a way that graphs serve.
     """
     _, is_wanted = batching.cuda_graph_booleans
-    is_alone = device.type == "cuda" and num_ranks == 1
-    is_captured = is_alone and (batching.use_cuda_graph is None or is_wanted)
+    is_captured = device.type == "cuda" and can_capture and (batching.use_cuda_graph is None or is_wanted)
     batching.use_cuda_graph = False, is_captured
     if batching.use_async_batching is None:
         batching.use_async_batching = is_captured

@@ -16,7 +16,7 @@ from ..attention.registry import is_ours
 from ..config import KVQuantConfig
 from ..models.layers import layers_of
 from ..models.probing import states_of_a_token
-from ..models.sharding import rank_of
+from ..models.sharding import why_not_captured
 from ..models.text_config import text_config_of
 from ..spec.layout import KVLayout
 from ..spec.pages import PageLayout
@@ -67,10 +67,10 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
             f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False on a {model.device.type}, got True. "
             "They are for GPUs: leave them out."
         )
-    if any(batching.cuda_graph_booleans) and rank_of(model)[1] > 1:
+    why_not = why_not_captured(model) if any(batching.cuda_graph_booleans) else None
+    if why_not is not None:
         raise NotImplementedError(
-            f"{WHERE}: `use_cuda_graph` must be False for a model that is sharded over several ranks, got True. Leave "
-            "it out."
+            f"{WHERE}: `use_cuda_graph` must be False for this {type(model).__name__}, got True: {why_not}. Leave it out."
         )
     if isinstance(batching.use_cuda_graph, tuple | list) and batching.use_cuda_graph[0]:
         raise NotImplementedError(
