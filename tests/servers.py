@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import openai
+import torch
 from transformers import ContinuousBatchingConfig
 
 from hf_kvquant import KVQuantConfig
@@ -20,6 +21,7 @@ from hf_kvquant.serving.front import FrontDoor
 from hf_kvquant.serving.model import PatchedModels
 from hf_kvquant.serving.server import Server, bind, start
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 128
 SECONDS = 60.0  # no test waits longer for anything
 
@@ -118,7 +120,7 @@ def serving(
 ) -> Iterator[Running]:
     """Serve a model on a free port. At the end no page may be taken."""
     set_log_level("warning")
-    models = PatchedModels(folder, KVQuantConfig.from_preset(preset), lambda model: None, device="cpu", dtype="float32")
+    models = PatchedModels(folder, KVQuantConfig.from_preset(preset), lambda model: None, device=DEVICE, dtype="float32")
     settings = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 16, "max_batch_tokens": 512, **batching})
     app = start(models, settings, max_waiting=max_waiting, is_sampled=is_sampled)
     server = Server(app, shutdown_timeout=shutdown_timeout)
