@@ -136,10 +136,10 @@ constexpr float kLowNibbleUnit = 0x1p24f;
 constexpr uint32_t kLowNibbles = 0x000f000fu, kHighNibbles = 0x00f000f0u;
 
 // The same for a code of int4 or int2 that begins at bit `place`.
-__device__ __forceinline__ constexpr float unit_at(int place) {
+__device__ __forceinline__ constexpr float unit_of_place(int place) {
   return kLowNibbleUnit / static_cast<float>(1 << place);
 }
-__device__ __forceinline__ constexpr uint32_t mask_at(Storage storage, int place) {
+__device__ __forceinline__ constexpr uint32_t mask_of_place(Storage storage, int place) {
   return ((1u << bits_of(storage)) - 1) * 0x00010001u << place;
 }
 
@@ -173,7 +173,7 @@ __device__ __forceinline__ void for_value_operands(uint32_t e, uint32_t f, Use u
     const uint32_t e_from[2] = {e, other(e)}, f_from[2] = {f, other(f)};
     for_all<2, kPairs>([&](int byte, int i) {
       const auto code = [&](const uint32_t (&from)[2], int i) {
-        return from[byte ^ (kIsSwapped && i == 0)] & mask_at(kStorage, place_of_value(kStorage, i));
+        return from[byte ^ (kIsSwapped && i == 0)] & mask_of_place(kStorage, place_of_value(kStorage, i));
       };
       const int first = 2 * i, second = first + 1;
       use(kPairs * byte + i, code(e_from, first), code(e_from, second), code(f_from, first), code(f_from, second));
@@ -194,7 +194,7 @@ __device__ __forceinline__ void for_value_operands(uint32_t e, uint32_t f, Use u
 // The unit of output tile j of int4 or int2 values, in rows g (`i` 0) and g + 8 (1).
 template <Storage kStorage>
 __device__ __forceinline__ constexpr float unit_of_output(int j, int i) {
-  return unit_at(place_of_value(kStorage, (2 * j + i) % (8 / bits_of(kStorage))));
+  return unit_of_place(place_of_value(kStorage, (2 * j + i) % (8 / bits_of(kStorage))));
 }
 
 }  // namespace hf_kvquant::cuda

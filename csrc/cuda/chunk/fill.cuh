@@ -31,7 +31,7 @@ template <Storage kStorage>
 __device__ __forceinline__ void unpack(const uint32_t* of_thread, int eight, uint32_t (&halves)[4]) {
   if constexpr (kStorage == Storage::int2) {
     const uint32_t bytes = __byte_perm(of_thread[0], 0, eight == 0 ? 0x4140 : 0x4342);
-    for_all<4>([&](int i) { halves[i] = bytes & mask_at(kStorage, i * bits_of(kStorage)); });
+    for_all<4>([&](int i) { halves[i] = bytes & mask_of_place(kStorage, i * bits_of(kStorage)); });
     return;
   }
   const uint32_t* words = of_thread + eight * bits_of(kStorage) / 4;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void unpack(const uint32_t* of_thread, int eight, uin
 // What unpacked codes of a pair of channels have to be multiplied by, besides the scale.
 template <Storage kStorage>
 __device__ __forceinline__ constexpr float unit_of_pair(int pair) {
-  return is_integer(kStorage) ? unit_at(pair * bits_of(kStorage) % 8) : 1.f;
+  return is_integer(kStorage) ? unit_of_place(pair * bits_of(kStorage) % 8) : 1.f;
 }
 
 // Loads words of memory, or zeros if `is_held` is false, without a branch.
@@ -233,7 +233,7 @@ __device__ __noinline__ void fill_dense(const TileSource<Shape, kIsKey> source, 
       }
       halves[k] = float_to_half(x[k] * unit);
     });
-    const bool is_split = place_of_channel(side.storage, 4) == 1;
+    const bool is_split = is_interleaved(side.storage);
     uint32_t words[4];
     for_all<4>([&](int k) {
       words[k] = is_split ? halves[k] | halves[k + 4] << 16 : halves[2 * k] | halves[2 * k + 1] << 16;

@@ -71,13 +71,18 @@ struct ChunkTables {
   uint2 scales[2][Shape::kMaxGroups * Shape::kTileTokens];
 };
 
-// Channels lie in the order in which codes are unpacked: of eight int4 or int2 codes 0, 4, 1, 5, 2, 6, 3, 7.
+// Channels lie in the order in which codes are unpacked: of eight int4 or int2 codes 0, 4, 1, 5, 2, 6, 3, 7. Storages are
+// compared by name, since at run time `bits_of` is a search.
+__device__ __forceinline__ bool is_interleaved(Storage storage) {
+  return storage == Storage::int4 || storage == Storage::int2;
+}
+
 __device__ __forceinline__ int place_of_channel(Storage storage, int c) {
-  return bits_of(storage) < 8 ? (c & ~7) | (c & 3) << 1 | (c & 4) >> 2 : c;
+  return is_interleaved(storage) ? (c & ~7) | (c & 3) << 1 | (c & 4) >> 2 : c;
 }
 
 __device__ __forceinline__ int channel_at(Storage storage, int place) {
-  return bits_of(storage) < 8 ? (place & ~7) | (place & 7) >> 1 | (place & 1) << 2 : place;
+  return is_interleaved(storage) ? (place & ~7) | (place & 7) >> 1 | (place & 1) << 2 : place;
 }
 
 }  // namespace hf_kvquant::cuda
