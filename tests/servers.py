@@ -120,7 +120,8 @@ def serving(
 ) -> Iterator[Running]:
     """Serve a model on a free port. At the end no page may be taken."""
     set_log_level("warning")
-    models = PatchedModels(folder, KVQuantConfig.from_preset(preset), lambda model: None, device=DEVICE, dtype="float32")
+    config = KVQuantConfig.from_preset(preset)
+    models = PatchedModels(folder, config, lambda model: None, device=DEVICE, dtype="float32")
     settings = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 16, "max_batch_tokens": 512, **batching})
     app = start(models, settings, max_waiting=max_waiting, is_sampled=is_sampled)
     server = Server(app, shutdown_timeout=shutdown_timeout)

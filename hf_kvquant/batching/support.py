@@ -70,7 +70,8 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
     why_not = why_not_captured(model) if any(batching.cuda_graph_booleans) else None
     if why_not is not None:
         raise NotImplementedError(
-            f"{WHERE}: `use_cuda_graph` must be False for this {type(model).__name__}, got True: {why_not}. Leave it out."
+            f"{WHERE}: `use_cuda_graph` must be False for this {type(model).__name__}, got True: {why_not}. "
+            "Leave it out."
         )
     if isinstance(batching.use_cuda_graph, tuple | list) and batching.use_cuda_graph[0]:
         raise NotImplementedError(
