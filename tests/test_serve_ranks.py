@@ -57,6 +57,7 @@ def launched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_ranks_answer_together_and_end_together(launched: tuple[subprocess.Popen[str], str]) -> None:
+    """The launcher passes Ctrl-C on, and kills whoever still runs after 30 seconds."""
     process, url = launched
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
@@ -69,7 +70,7 @@ def test_ranks_answer_together_and_end_together(launched: tuple[subprocess.Popen
         answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == expected
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=SECONDS)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=25)
     assert "Stopping: 0 requests" in said
     assert "hf_kvquant/" not in said, said  # no traceback of ours: torchrun has one of its own

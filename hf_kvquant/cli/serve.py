@@ -90,7 +90,7 @@ def serve(args: argparse.Namespace, app: Any, listener: socket.socket, ranks: An
     where = str(ranks.device) if ranks.count == 1 else f"{ranks.count} ranks, the first on {ranks.device}"
     print(f"Serving {args.model} with {args.preset} on {where}: {room}.", flush=True)
     how = {"shutdown_timeout": args.shutdown_timeout, "log_level": args.log_level}
-    server = Server(app, has_launcher=ranks.count > 1, **how)
+    server = Server(app, **how)
     asyncio.run(server.serve(sockets=[listener]))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 from types import FrameType
 from typing import Any
@@ -119,12 +118,9 @@ class Server(uvicorn.Server):
         app: What answers.
         shutdown_timeout: Seconds that running requests have after a signal.
         log_level: Of uvicorn.
-        has_launcher: Whether torchrun started this. After the terminal's signal, it sends one of its own.
     """
 
-    def __init__(
-        self, app: FrontDoor, *, shutdown_timeout: float, log_level: str = "warning", has_launcher: bool = False
-    ) -> None:
+    def __init__(self, app: FrontDoor, *, shutdown_timeout: float, log_level: str = "warning") -> None:
         config = uvicorn.Config(
             app,
             log_level=log_level,
@@ -133,12 +129,10 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._requests, self._generation = app.requests, app.generation
-        self._shutdown_timeout, self._has_launcher = shutdown_timeout, has_launcher
+        self._shutdown_timeout = shutdown_timeout
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First let requests finish, then end at once. uvicorn calls it for SIGINT and SIGTERM."""
-        if self._has_launcher and sig == signal.SIGINT:
-            return
         if self._requests.is_stopping:
             os._exit(128 + sig)
         self._requests.is_stopping = self.should_exit = True
