@@ -25,6 +25,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_kvquant import ops
 from hf_kvquant.graphs.fusion import fused
+from hf_kvquant.graphs.trials import random_like
 from hf_kvquant.spec import reference
 from hf_kvquant.state import notes_on
 
@@ -659,6 +660,20 @@ def test_random_numbers_are_left_alone(device: str) -> None:
     torch.manual_seed(3)
     fused_step(model)
     compare.assert_same(torch.rand(3, device=device), expected.cpu(), "the numbers drawn next")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "drawn"),
+    [
+        ([(1, 2**14, 512), (512,)], [(1, 2**13, 512), (512,)]),
+        ([(1, 4, 2**14, 128), (1, 1, 2**14, 128)], [(1, 4, 2**13, 128), (1, 1, 2**13, 128)]),
+        ([(1, 2**14, 8, 64), (1, 2**14, 64)], [(1, 2**14, 8, 64), (1, 2**14, 64)]),  # what dimension has the tokens?
+        ([(2, 3, 128), (128,)], [(2, 3, 128), (128,)]),
+    ],
+)
+def test_random_tensors_take_little_memory(shapes: list[Any], drawn: list[Any]) -> None:
+    for tensors in random_like(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)):
+        assert [tuple(tensor.shape) for tensor in tensors] == drawn
 
 
 def test_what_is_known_of_a_model_ends_with_it() -> None:

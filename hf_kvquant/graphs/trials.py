@@ -22,15 +22,28 @@ Function = Callable[..., Any]
 # Magnitudes of the random numbers that replacements are tried on.
 _MAGNITUDES = (1.0, 1e-3, 100.0)
 _ALIGNMENT = 16  # bytes that kernels load at a time
+# Numbers of the largest random tensor. All rows of 8,192 tokens would take 3 GB for the MLP of Llama-3-8B.
+_MOST_NUMBERS = 2**22
 
 
 def random_like(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Random tensors with the layout of these, of several magnitudes, in their dtype and in float32."""
+    tensors = _few_rows(tensors)
     generator = torch.Generator(tensors[0].device).manual_seed(0)  # leaves the generator used for sampling alone
     for dtype in {tensors[0].dtype, torch.float32}:
         for magnitude in _MAGNITUDES:
             empty = [torch.empty_like(tensor, dtype=dtype, requires_grad=False) for tensor in tensors]
             yield tuple(x.normal_(generator=generator).mul_(magnitude) for x in empty)
+
+
+def _few_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The first rows of tensors that share many. Of the step's own tensors, which a trial begins with, it takes all."""
+    counts = {tensor.shape[-2] for tensor in tensors if tensor.ndim > 1}
+    most = max(tensor.numel() for tensor in tensors)
+    if most <= _MOST_NUMBERS or len(counts) != 1:
+        return tensors
+    count = max(1, counts.pop() * _MOST_NUMBERS // most)
+    return tuple(tensor.narrow(-2, 0, count) if tensor.ndim > 1 else tensor for tensor in tensors)
 
 
 class Chooser:
