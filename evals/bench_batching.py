@@ -1,7 +1,7 @@
 """Continuous batching: what a server makes of a fixed memory, with our pages and with transformers' own.
 
     PYTHONPATH=evals/stand_in python evals/bench_batching.py --cache-gb 24 --output evals/results/batching.json
-    PYTHONPATH=evals/stand_in python evals/bench_batching.py --total-gb 24 48 --weights bf16 tinygemm \
+    PYTHONPATH=evals/stand_in python evals/bench_batching.py --total-gb 24 48 --weights bf16 humming \
         --systems flash int4 --workloads W1 W2 --output evals/results/batching_weights.json
 
 Many requests share a GPU. How many run at once is limited by the memory for keys and values, and with them the tokens a
