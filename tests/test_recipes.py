@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -566,7 +567,47 @@ def test_dense_tokens_on_the_command_line(capsys: pytest.CaptureFixture[str], fi
     assert " 2.25 2.25 " in out and "texts that the model wrote" not in out
 
 
+@pytest.mark.usefixtures("short_sample")
+def test_a_budget_of_bits(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pre-flight is asked for a config, which is measured like any other. test_budget.py tests what it finds."""
+    config = KVQuantConfig.from_dict({"preset": "int2", "layers": {3: "k4v2"}})
+
+    def found(model: PreTrainedModel, **options: Any) -> Any:
+        assert options["bits"] == 2.5 and options["presets"] == ["k4v2", "int2"]
+        (learned,) = options["texts"]
+        assert learned and file.read_text(encoding="utf-8").startswith(learned[:200])
+        return types.SimpleNamespace(config=config)
+
+    monkeypatch.setattr(ours, "run_preflight", found)
+    record = tmp_path / "record.json"
+    options = ("--recipes", "int2,k4v2", "--bits", "2.5", "--tokens", 300, "--drift", 0, "--needles", 0)
+    code, _, err = run(capsys, "--text", file, *options, "--window", 400, "--dtype", "float32", "--output", record)
+    assert code == 0, err
+    content = json.loads(record.read_text(encoding="utf-8"))
+    rows = content["parts"]["summary"]["recipes"]
+    assert list(rows) == ["int2", "k4v2", "bits-2.5"]
+    small, large, mixed = (row["bits"] for row in rows.values())
+    for side in ("key", "value", "both"):
+        assert mixed[side] == pytest.approx((6 * small[side] + large[side]) / 7)
+    assert rows["k4v2"]["kld"] < rows["bits-2.5"]["kld"] < rows["int2"]["kld"]
+    assert list(content["settings"]["recipes"]["bits-2.5"]["layers"]) == ["3"]
+
+
+def test_layers_with_dense_tokens_of_their_own_are_no_recipe() -> None:
+    config = KVQuantConfig.from_dict({"preset": "int2", "layers": {0: "int4"}})
+    with pytest.raises(NotImplementedError, match="must have the same dense windows and groups in all layers"):
+        ours.of_config("mixed", config, 2)
+
+
 MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
+    "bits": (("--bits", "2.5,x"), r"`--bits` must be positive numbers, got '2.5,x'"),
+    "bits and dense": (
+        ("--bits", "2.5", "--dense", "4+128"),
+        r"`--bits` must stand without --dense, got --dense 4\+128",
+    ),
+    "short text": (("--bits", "2"), "`--bits` must fit .*, got 2. .*`texts` must have at least 512 tokens"),
     "recipe": (("--recipes", "kivi-3"), "`--recipes` must be of int8, .*, got 'kivi-3'. Did you mean"),
     "none": (("--recipes", ","), "`--recipes` must name something, got ','"),
     "dense": (("--dense", "4"), r"`--dense` must be FIRST\+NEWEST tokens, got '4'"),

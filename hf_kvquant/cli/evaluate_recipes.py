@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..evaluation.preparation import Subject
 from ..evaluation.recipes import measure, picture, results
 from ..evaluation.recipes.catalogue import RECIPES
 from ..evaluation.recipes.interface import Recipe
+from ..evaluation.recipes.ours import BUDGET_PRESETS
 from . import arguments
 
 
@@ -36,6 +38,8 @@ def add_recipes(evaluations: Any) -> None:
     arguments.add_source(parser)
     add = parser.add_argument
     add("--recipes", metavar="LIST", help=f"some of {', '.join(RECIPES)} (default: all)")
+    within = f"also the best of {' and '.join(BUDGET_PRESETS)} for each layer within so many bits on average, such as "
+    add("--bits", metavar="LIST", help=within + "2.5,2.75; the pre-flight finds it on the text's first tokens")
     dense = "keep the first FIRST and the newest NEWEST tokens dense in all recipes, instead of what each paper does"
     add("--dense", metavar="FIRST+NEWEST", help=dense)
     add("--window", type=int, metavar="N", help=f"tokens of a window (default: {WINDOW}, or the model's context)")
@@ -61,7 +65,7 @@ def add_recipes(evaluations: Any) -> None:
 
 def run_recipes(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval recipes`."""
-    recipes = checked_recipes(args.recipes, args.dense)
+    recipes, budgets = checked_recipes(args.recipes, args.dense), checked_bits(args.bits, args.dense)
     arguments.check_counts(args, "window", "tokens", "context", "drift_prompts", "drift_together")
     for option in ("drift", "needles"):
         if getattr(args, option) < 0:
@@ -80,6 +84,7 @@ def run_recipes(args: argparse.Namespace) -> None:
         text,
         recipes,
         measure.Options(**arguments.given(args, *(field.name for field in dataclasses.fields(measure.Options)))),
+        budgets=budgets,
         is_chosen=args.recipes is not None,
         output=args.output,
     ).to_dict()
@@ -105,3 +110,18 @@ def checked_recipes(names: str | None, dense: str | None) -> dict[str, Recipe]:
         raise UsageError(f"`--dense` must be FIRST+NEWEST tokens, got '{dense}'. Write for example 4+128.")
     sink, recent = map(int, found.groups())
     return {name: recipe.with_dense(sink, recent) for name, recipe in chosen.items()}
+
+
+def checked_bits(budgets: str | None, dense: str | None) -> list[float]:
+    """The budgets of `--bits`, each once and in the order given."""
+    if budgets is None:
+        return []
+    if dense is not None:
+        raise UsageError(f"`--bits` must stand without --dense, got --dense {dense}. Its presets bring dense tokens.")
+    try:
+        found = [float(word) for word in budgets.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < each < math.inf for each in found):
+        raise UsageError(f"`--bits` must be positive numbers, got '{budgets}'. Write for example 2.5,2.75.")
+    return list(dict.fromkeys(found))

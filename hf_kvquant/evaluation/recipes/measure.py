@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from ..records import RunRecord, measuring, open_record
 from . import drift, needles, quality
 from .cache import FIRST_CHUNK, Quantizers, recipe_cache
 from .interface import Layer, Recipe
+from .ours import of_budget
 from .sample import layers_of_model
 
 WHERE = "eval recipes"
@@ -62,13 +63,14 @@ def measure(
     recipes: Mapping[str, Recipe],
     options: Options,
     *,
+    budgets: Sequence[float] = (),
     is_chosen: bool = True,
     output: str | None = None,
 ) -> RunRecord:
     """Measure a text under recipes, and keep the results in the file `output`, or in memory.
 
-    Recipes that do not fit the model or the windows are left out with a note, or refused if the user has chosen them.
-    The record's part `SUMMARY` has a row per recipe.
+    Each budget of bits is a further recipe, see `ours.of_budget`. Recipes that do not fit the model or the windows are
+    left out with a note, or refused if the user has chosen them. The record's part `SUMMARY` has a row per recipe.
     """
     started = time.monotonic()
     model = subject.model
@@ -78,6 +80,7 @@ def measure(
     length = plan.segments.length
     recipes = reading(recipes, length, is_chosen)
     prepared = subject.prepare()  # before anything is learned from the model
+    recipes = {**recipes, **reading(within(budgets, subject, sample), length, is_chosen)}
     try:
         layers = layers_of_model(model, sample_windows(sample, length, recipes))
         quantizers = fitting(layers, recipes, is_chosen)
@@ -140,6 +143,19 @@ def reading(recipes: Mapping[str, Recipe], length: int, is_chosen: bool) -> dict
             )
         else:
             print(f"{WHERE}: {name} is left out: it keeps all {length} tokens of a window dense.", file=sys.stderr)
+    return found
+
+
+def within(budgets: Sequence[float], subject: Subject, sample: Tensor) -> dict[str, Recipe]:
+    """The recipes of budgets, found on tokens that are not measured."""
+    found: dict[str, Recipe] = {}
+    for bits in budgets:
+        text = str(subject.tokenizer.decode(sample))
+        try:
+            recipe = of_budget(bits, subject.model, subject.tokenizer, text)
+        except ValueError as error:
+            raise UsageError(f"`--bits` must fit {subject.name}, got {bits:g}. {error}") from error
+        found[recipe.name] = recipe
     return found
 
 

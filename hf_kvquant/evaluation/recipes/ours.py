@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import PRESETS, KVQuantConfig
+from ...config import PRESETS, KVQuantConfig, LayerFormats
+from ...models.layers import layers_of
+from ...models.text_config import text_config_of
+from ...preflight.check import run_preflight
+from ...presets import PRESET_WINDOWS
 from ...spec import reference
 from ...spec.formats import KVFormat
 from ...spec.key_transform import KeyTransform
@@ -20,7 +27,7 @@ SOURCE = "this package: docs/format.md"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset(Recipe):
-    """A preset, or any config with the same formats in all layers."""
+    """A preset, or any config whose layers have the same dense tokens."""
 
     config: KVQuantConfig
 
@@ -39,6 +46,11 @@ class Preset(Recipe):
         """Of a centre, in float32."""
         return 4.0 * num_kv_heads * head_dim if "center" in self.config.transforms else 0.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """See `Recipe`. Says which layers have formats of their own."""
+        layers = self.config.to_dict()["layers"]
+        return super().to_dict() | ({"layers": layers} if layers else {})
+
 
 # Formats below four bits that are no presets yet, with dense tokens. Names are as those of presets with windows.
 _INT2 = {"storage": "int2", "symmetric": False, "clip_ratio": 0.75}
@@ -56,14 +68,31 @@ def preset(name: str) -> Preset:
     return of_config(name, KVQuantConfig.from_preset(name))
 
 
-def of_config(name: str, config: KVQuantConfig) -> Preset:
-    """A config as a recipe, by any name."""
-    key, value = (storage(side, config) for side in (config.key, config.value))
+def of_config(name: str, config: KVQuantConfig, num_layers: int = 1) -> Preset:
+    """A config as a recipe, by any name. Bits are the average over the layers."""
+    layers = [config.formats(index) for index in range(num_layers)]
+    key = _averaged([storage(each.key, each) for each in layers])
+    value = _averaged([storage(each.value, each) for each in layers])
     return Preset(name=name, family="hf_kvquant", source=SOURCE, key=key, value=value, config=config)
 
 
-def storage(side: KVFormat, config: KVQuantConfig) -> Storage:
-    """How a side of a config is stored."""
+# What a budget of bits is spent on. They have the same dense tokens.
+BUDGET_PRESETS = list(PRESET_WINDOWS)
+
+
+def of_budget(bits: float, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Preset:
+    """The best of `BUDGET_PRESETS` for each layer within so many bits a number, as the pre-flight finds it on a text.
+
+    Dense tokens do not count in the budget.
+    """
+    found = run_preflight(
+        model, bits=bits, presets=BUDGET_PRESETS, tokenizer=tokenizer, texts=[text], where="eval recipes"
+    )
+    return of_config(f"bits-{bits:g}", found.config, len(layers_of(text_config_of(model))[0]))
+
+
+def storage(side: KVFormat, windows: KVQuantConfig | LayerFormats) -> Storage:
+    """How a side is stored, with these dense windows."""
     per_scale = DENSE_BITS * (1 if side.symmetric else 2)
     if side.block_size is not None:
         stored = Storage(
@@ -77,7 +106,17 @@ def storage(side: KVFormat, config: KVQuantConfig) -> Storage:
         raise NotImplementedError(
             f"recipes: `config` must have scales for each head, group or channel, got {side.describe()}."
         )
-    return dataclasses.replace(stored, sink=config.sink_length, recent=config.residual_length)
+    return dataclasses.replace(stored, sink=windows.sink_length, recent=windows.residual_length)
+
+
+def _averaged(storages: Sequence[Storage]) -> Storage:
+    """What stores as many bits as these on average. They may differ in bits alone."""
+    names = ("code_bits", "token_bits", "group_bits", "channel_bits")
+    average: dict[str, Any] = {name: statistics.fmean(getattr(each, name) for each in storages) for name in names}
+    found = {dataclasses.replace(each, **average) for each in storages}
+    if len(found) > 1:
+        raise NotImplementedError("recipes: `config` must have the same dense windows and groups in all layers.")
+    return found.pop()
 
 
 def _by_reference(side: KVFormat, transform: KeyTransform | None) -> Quantize:
