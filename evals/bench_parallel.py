@@ -4,7 +4,7 @@
 
 Each rank has some heads of every layer. Two sums over the ranks a layer take time that one GPU does not need, and the
 host has more to do. Steps are measured as in `bench_generate.py`. Rank 0 runs the whole model first and saves it; then
-all ranks load their parts. At last, all ranks must write the same tokens. How many of these one GPU writes is only
+all ranks load their parts. All ranks must write the same tokens. How many of these one GPU writes is only
 reported: sums in another order may swap two tokens that are nearly equally likely.
 """
 
@@ -106,13 +106,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=DEFAULT_CASES, metavar="CASE")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--output", type=Path, help="write the results here, as JSON")
+    parser.add_argument("--output", type=Path, help="write the results here after each case, as JSON")
     return parser.parse_args()
 
 
 def main() -> None:
     """Measure every case on one device and on all. Rank 0 prints tables, and the results as one line of JSON."""
     arguments, started = parse(), time.perf_counter()
+    results: dict[str, Any] = card()  # first of all, since it may refuse
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
@@ -129,31 +130,26 @@ def main() -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(given, dtype="auto", distributed_config=config).eval()
         distributed.barrier()  # the folder is no longer needed
     model.generation_config = GenerationConfig(pad_token_id=0)
-    cases = [
-        {
-            "case": case.name,
-            "one": whole["figures"][case.name],
-            "ranks": rows_of(model, case, arguments.systems, arguments.new_tokens),
-        }
-        for case in arguments.cases
-    ]
-    results = {
-        **card(),
+    results |= {
         **(gpu_card() if is_cuda else {}),
         "model": arguments.model,
         "num_ranks": num_ranks,
         "same_tokens": check_tokens(model, arguments.systems, whole),
-        "cases": cases,
-        "wall_s": time.perf_counter() - started,
+        "cases": [],
     }
-    if rank == 0:
-        console = Console(width=120)
-        for case in cases:
-            console.print(case_table(case, num_ranks))
-            for failure in [*case["one"]["failures"], *case["ranks"]["failures"]]:
+    console = Console(width=120)
+    for case in arguments.cases:
+        on_ranks = rows_of(model, case, arguments.systems, arguments.new_tokens)
+        found = {"case": case.name, "one": whole["figures"][case.name], "ranks": on_ranks}
+        results["cases"].append(found)
+        results["wall_s"] = time.perf_counter() - started
+        if rank == 0:
+            write_results(results, arguments.output)
+            console.print(case_table(found, num_ranks))
+            for failure in [*found["one"]["failures"], *found["ranks"]["failures"]]:
                 console.print(f"{failure['system']}: {failure['reason']}", highlight=False, markup=False)
+    if rank == 0:
         console.print(f"share of tokens that one GPU writes, too: {results['same_tokens']}", highlight=False)
-        write_results(results, arguments.output)
         print(json.dumps(results))
     distributed.destroy_process_group()
 

@@ -749,6 +749,11 @@ def test_commit_without_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for state, is_dirty in (("dirty", True), ("clean", False)):
         monkeypatch.setenv(provenance.COMMIT_VARIABLE, f"0123abc {state}")
         assert provenance.checkout() == ("0123abc", is_dirty)
+    for bad in ("", "clean", "0123abc tidy", "0123abc clean now"):
+        monkeypatch.setenv(provenance.COMMIT_VARIABLE, bad)
+        message = f"`HF_KVQUANT_COMMIT` must be a commit and clean or dirty, got {bad!r}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            provenance.checkout()
 
 
 # --- the benchmark of continuous batching -----------------------------------------------------------------------------

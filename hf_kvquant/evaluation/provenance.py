@@ -71,8 +71,13 @@ def checkout() -> tuple[str | None, bool | None]:
     """The commit of this tree, and whether tracked files differ from it; both `None` outside a checkout."""
     given = os.environ.get(COMMIT_VARIABLE)
     if given is not None:
-        commit, state = given.split()
-        return commit, state != "clean"
+        match given.split():
+            case commit, ("clean" | "dirty") as state:
+                return commit, state == "dirty"
+        raise ValueError(
+            f"environment: `{COMMIT_VARIABLE}` must be a commit and clean or dirty, got {given!r}. Set it to the output "
+            "of 'git rev-parse HEAD' and one of these words, or unset it."
+        )
     git = "git", "-C", str(ROOT)
     top = _output(*git, "rev-parse", "--show-toplevel")
     if top is None or Path(top) != ROOT:
