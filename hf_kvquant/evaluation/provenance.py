@@ -75,8 +75,8 @@ def checkout() -> tuple[str | None, bool | None]:
             case commit, ("clean" | "dirty") as state:
                 return commit, state == "dirty"
         raise ValueError(
-            f"environment: `{COMMIT_VARIABLE}` must be a commit and clean or dirty, got {given!r}. Set it to the output "
-            "of 'git rev-parse HEAD' and one of these words, or unset it."
+            f"environment: `{COMMIT_VARIABLE}` must be a commit and clean or dirty, got {given!r}. Set it to what "
+            "'git rev-parse HEAD' prints and one of these words, or unset it."
         )
     git = "git", "-C", str(ROOT)
     top = _output(*git, "rev-parse", "--show-toplevel")
