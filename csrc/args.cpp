@@ -272,14 +272,17 @@ void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& p
     return layout.key.granularity == static_cast<int64_t>(granularity) ||
            layout.value.granularity == static_cast<int64_t>(granularity);
   };
-  KVQ_CHECK(!params.is_ring && params.sink_length + params.residual_length == 0 && !has(Granularity::tensor), subject,
-            "be None for this layout, got a tensor: rings, dense windows and granularity tensor have no pages.");
+  KVQ_CHECK(!params.is_ring && !has(Granularity::tensor), subject,
+            "be None for this layout, got a tensor: rings and granularity tensor have no pages.");
   params.num_pages = params.batch, params.page_rows = params.capacity;
   KVQ_CHECK(params.num_pages > 0 && params.page_rows > 0, subject, "be None for planes without rows, got a tensor.");
   const Tensor& table = *args.page_table;
   check(subject, table, args.key_planes[0], ScalarType::Int, {kAny, kAny}, "");
   check_rows(subject, table);
-  const int num_tails = has(Granularity::channel);
+  const auto none = static_cast<int64_t>(Storage::none);
+  const bool has_codes = layout.key.storage != none || layout.value.storage != none;
+  const bool has_windows = has_codes && params.sink_length + params.residual_length > 0;
+  const int num_tails = has(Granularity::channel) || has_windows;
   KVQ_CHECK(table.size(1) >= num_tails, subject, "begin with the pages of tails for this layout, got ",
             shape_of(table), ".");
   const auto* const pages = static_cast<const int32_t*>(table.const_data_ptr());
@@ -344,8 +347,8 @@ void check_memory(const CacheArgs& args, const Tensor* query, const AppendParams
     memories[count++] = {{args.where, name, part}, memory};
   };
   const auto add_planes = [&](const char* name, const std::vector<Tensor>& planes, const Side& side) {
-    // The tail of a sequence fills a page of its own, so as a plane of all pages it lies over the other planes.
-    const bool has_tail_pages = params.tail_pages != nullptr && side.has_channel_scales;
+    // The tails of a sequence have a page of their own, so as planes of all pages they lie over the other planes.
+    const bool has_tail_pages = params.tail_pages != nullptr && side.tail != nullptr;
     for (size_t i = 0; i + has_tail_pages < planes.size(); ++i) {
       add(name, part_of(side, i), planes[i].const_data_ptr());
       KVQ_CHECK(!has_overlap(planes[i]), memories[count - 1].first,

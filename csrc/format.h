@@ -189,12 +189,11 @@ struct CacheParams {
   int residual_length;         // newest tokens that attention reads from the tails; 0: none
   bool is_ring;                // see row_of
   // [batch, capacity / page_rows], the page of each page_rows tokens of a sequence; nullptr: sequences have their own
-  // rows. With it, the first axis of the planes is that of the pages, and there are no rings, dense windows or frozen
-  // scales.
+  // rows. With it, the first axis of the planes is that of the pages, and there are no rings or frozen scales.
   const int32_t* page_table;
   int page_table_stride;     // from one sequence to the next
   int page_rows, num_pages;  // page_rows is a multiple of kBlockSize
-  // [batch], strides of the page table: the page whose tail is that of a sequence; nullptr: sequence b has tail b.
+  // [batch], strides of the page table: the page whose tails are those of a sequence; nullptr: sequence b has tail b.
   const int32_t* tail_pages;
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache
 
 REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
 PRESETS = ["int8", "k8v4", "int4", "int4-g32", "int4-channel", "fp8", "none"]
+# Dense windows that prompts of the tests outgrow.
+K4V2, INT2 = ({"preset": name, "sink_length": 2, "residual_length": 8} for name in ("k4v2", "int2"))
 PAGE = 128
 # Of one token, shorter than the batch and longer, two alike.
 PROMPTS = [[5, 6, 7], [11], [4, 8] * 15, [5, 6, 7], [9, 3, 40, 41, 7, 8]]
@@ -125,9 +128,9 @@ def long_llama() -> Any:
 # --- equal to generate ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, K4V2, INT2], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_each_request_gets_what_generate_gives_it(name: str, preset: str) -> None:
+def test_each_request_gets_what_generate_gives_it(name: str, preset: Any) -> None:
     """qwen2 has key biases, so its keys are centred."""
     with patched(models.family(name), preset) as model:
         assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
@@ -173,8 +176,8 @@ def test_sinks_of_the_model_take_part() -> None:
         assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4-channel"])
-def test_sequences_of_several_pages(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["int8", "int4-channel", K4V2], ids=str)
+def test_sequences_of_several_pages(preset: Any) -> None:
     """Prompts that end before, at and behind the end of a page, and cross it while they grow."""
     prompts = [text(tokens, seed=tokens) for tokens in (PAGE - 3, PAGE, PAGE + 1, 2 * PAGE)]
     with patched(long_llama(), preset) as model:
@@ -189,8 +192,8 @@ def test_the_reference_model() -> None:
         assert batched(model, PROMPTS, 6) == [alone(model, prompt, 6) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
-def test_a_prompt_in_chunks_is_that_of_generate_in_chunks(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", K4V2], ids=str)
+def test_a_prompt_in_chunks_is_that_of_generate_in_chunks(preset: Any) -> None:
     """Both attend to raw keys in the first chunk, and to codes from the second on."""
     prompt = text(70)
     with patched(models.llama(), preset) as model:
@@ -214,8 +217,8 @@ def test_requests_that_starve_start_again(num_blocks: int) -> None:
         ]
 
 
-@pytest.mark.parametrize(("preset", "num_blocks"), [("int4", 4), ("int4-channel", 8)])
-def test_requests_that_starve_wait_in_cpu_memory(monkeypatch: pytest.MonkeyPatch, preset: str, num_blocks: int) -> None:
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int4", 4), ("int4-channel", 8), (K4V2, 8)], ids=str)
+def test_requests_that_starve_wait_in_cpu_memory(monkeypatch: pytest.MonkeyPatch, preset: Any, num_blocks: int) -> None:
     """Their codes come back as they were."""
     empty = torch.empty
     # Pinned memory needs a GPU.
@@ -241,8 +244,30 @@ def test_shared_prefixes_are_read_as_codes(preset: str) -> None:
         assert unshared == [alone(model, prompt) for prompt in (first, second)]
 
 
-@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
-def test_forks_go_on_from_the_prompt(preset: str) -> None:
+def test_nobody_shares_a_prefix_with_dense_tokens() -> None:
+    """Who read the codes of another request would have none of its dense tokens."""
+    prompts = [[*text(PAGE), *end] for end in ([7, 8, 9], [20, 21])]
+    with patched(long_llama(), K4V2) as model:
+        with managed(model, max_batch_tokens=512) as manager:
+            answered = [*answers(manager, prompts[:1]), *answers(manager, prompts[1:])]
+            assert not manager.batch_processor.cache.allocator.ledger.hash_to_block
+        assert answered == [alone(model, prompt) for prompt in prompts]
+
+
+def test_pages_have_room_for_dense_tokens() -> None:
+    config = {"preset": "k4v2", "sink_length": 4, "residual_length": 128}
+    with patched(models.llama(), config) as model:
+        message = "`num_tokens` must be at least ([0-9]+) for dense windows of 4 and 128 tokens, got 128"
+        with pytest.raises(ValueError, match=message) as raised:
+            model.init_continuous_batching(generation(4), settings())
+        least = int(re.search(message, str(raised.value))[1])  # type: ignore[index]
+        assert batched(model, PROMPTS, page_size=least) == [alone(model, prompt) for prompt in PROMPTS]
+        with pytest.raises(ValueError, match=message.replace("got 128", f"got {least - 128}")):
+            model.init_continuous_batching(generation(4), settings(page_size=least - 128))
+
+
+@pytest.mark.parametrize("preset", ["int4", "int4-channel", K4V2], ids=str)
+def test_forks_go_on_from_the_prompt(preset: Any) -> None:
     """transformers computes a prompt without its last token, copies or shares the pages, and goes on with each."""
     prompt = text(PAGE + 40)
     with patched(long_llama(), preset) as model:
@@ -312,8 +337,8 @@ def with_tables(model: Any, num_blocks: int) -> Iterator[Any]:
         manager.destroy()
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
-def test_decode_steps_read_tables_of_transformers(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", K4V2], ids=str)
+def test_decode_steps_read_tables_of_transformers(preset: Any) -> None:
     """All but that with a prompt of one token, which has no past."""
     with patched(models.llama(), preset) as model:
         expected = [alone(model, prompt) for prompt in PROMPTS]
@@ -401,8 +426,8 @@ def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
-@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 7), ("int4-channel", 10)])
-def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory(preset: str, num_blocks: int) -> None:
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 7), ("int4-channel", 10)], ids=str)
+def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory(preset: Any, num_blocks: int) -> None:
     model = models.on("cuda", long_llama())
     prompts = [text(100, seed) for seed in range(6)]
     with patched(model, preset):

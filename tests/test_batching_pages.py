@@ -88,6 +88,23 @@ def test_a_tail_fills_a_page_of_its_own() -> None:
         assert key.tail.data_ptr() == key.codes.data_ptr() and key.tail.stride(0) * dtype.itemsize == page.num_bytes
 
 
+@pytest.mark.parametrize(("preset", "least"), [("k4v2", 768), ("int2", 1024)])
+def test_the_page_of_dense_tokens(preset: str, least: int) -> None:
+    """Keys and values of the first 4 and the newest 128 tokens of Llama-3-8B take one page of so many tokens."""
+    layout = KVLayout(*PRESETS[preset], 4, 128)
+    page = PageLayout(layout, 8, (128, 128), torch.bfloat16, least)
+    assert page.has_tail and page.has_windows
+    of_keys, of_values = (part for part in page.parts if part.name == "tail")
+    assert of_keys.shape == of_values.shape == (8, 132, 128)
+    assert (of_keys.begin, of_values.begin) == (0, of_keys.end) and of_values.end <= page.num_bytes
+    assert page.num_bytes == PageLayout(KVLayout(*PRESETS[preset]), 8, (128, 128), torch.bfloat16, least).num_bytes
+    with pytest.raises(ValueError, match=f"`num_tokens` must be at least {least}"):
+        PageLayout(layout, 8, (128, 128), torch.bfloat16, least - 128)
+    keys, values = page.planes(torch.zeros(3 * page.num_bytes, dtype=torch.uint8), 0, page.num_bytes)
+    assert keys.tail is not None and values.tail is not None
+    assert values.tail.data_ptr() - keys.tail.data_ptr() == of_keys.end
+
+
 def nonzero_bytes(plane: torch.Tensor) -> int:
     """Bytes other than 0 of a one in a plane."""
     return int((torch.ones(1, dtype=plane.dtype).view(torch.uint8) != 0).sum())
@@ -98,8 +115,12 @@ def nonzero_bytes(plane: torch.Tensor) -> int:
     [
         (KVLayout(*PRESETS["int8"]), 64, "`num_tokens` must be a positive multiple of 128, got 64. Set `page_size` of"),
         (KVLayout(*PRESETS["int8"]), 0, "`num_tokens` must be a positive multiple of 128, got 0."),
-        (KVLayout(*PRESETS["int8"], sink_length=4), 128, "`sink_length` must be 0, got 4: pages hold no dense tokens"),
-        (KVLayout(*PRESETS["int8"], residual_length=9), 128, "`residual_length` must be 0, got 9: pages hold no dense"),
+        (
+            KVLayout(*PRESETS["int8"], 4, 128),
+            128,
+            "`num_tokens` must be at least 512 for dense windows of 4 and 128 tokens, got 128: a page must have room "
+            "for them. Set `page_size` of the ContinuousBatchingConfig to 512.",
+        ),
         (
             KVLayout(KVFormat("int8"), KVFormat("int8", "tensor")),
             128,

@@ -99,6 +99,16 @@ def test_layers_without_keys_of_their_own_are_refused(monkeypatch: pytest.Monkey
 
 
 @needs_pages
+def test_dense_tokens_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for config in ("k4v2", {"preset": "int8", "layers": {1: {"sink_length": 4}}}):
+        with patched(models.build("llama"), config) as model:
+            monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+            message = f"{WHERE}: LlamaForCausalLM keeps tokens dense, which no GPU has done in pages yet."
+            with pytest.raises(NotImplementedError, match=re.escape(message)):
+                support.check_served(model, patch_of(model).config, ContinuousBatchingConfig())
+
+
+@needs_pages
 def test_other_devices_are_refused() -> None:
     model = models.build("llama").to("meta")
     check_refused(model, "int8", "LlamaForCausalLM is on meta, and continuous batching over codes runs on CPUs")
@@ -108,11 +118,11 @@ def test_other_devices_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "message", "error"),
     [
-        ({"preset": "int4", "sink_length": 4}, {}, "PageLayout: `sink_length` must be 0, got 4", ValueError),
+        ({"preset": "int4", "sink_length": 999}, {}, "PageLayout: `num_tokens` must be at least", ValueError),
         (
-            {"preset": "int4", "layers": {1: {"residual_length": 8}}},
+            {"preset": "int4", "layers": {1: {"residual_length": 800}}},
             {},
-            "`residual_length` must be 0, got 8",
+            "for dense windows of 0 and 800 tokens, got 256: a page must have room for them. Set `page_size`",
             ValueError,
         ),
         (

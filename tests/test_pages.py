@@ -20,7 +20,12 @@ from hf_kvquant.spec.planes import Planes
 from hf_kvquant.spec.reference import split_tails
 
 HEADS, HEAD_DIM, GARBAGE = 2, 64, 99
-PAGED = list(PRESETS)
+WINDOWS = {"sink_length": 4, "residual_length": 40}
+# Presets, some also with dense windows.
+LAYOUTS = {name: KVLayout(*formats) for name, formats in PRESETS.items()}
+LAYOUTS |= {f"{name}:4+40": KVLayout(*PRESETS[name], **WINDOWS) for name in ("int8", "k4v2", "int2", "int4-channel")}
+LAYOUTS |= {"int4:4+0": KVLayout(*PRESETS["int4"], sink_length=4)}
+PAGED = list(LAYOUTS)
 REFERENCE = "reference"
 CHANNEL = KVLayout(*PRESETS["int4-channel"])
 
@@ -56,7 +61,7 @@ def compared(
 ) -> None:
     """Append chunks to sequences that end with `lengths` tokens, with pages and without; attend from the second on."""
     device = torch.device("cuda" if engine == "cuda" else "cpu")
-    layout, batch = KVLayout(*PRESETS[name]), len(lengths)
+    layout, batch = LAYOUTS[name], len(lengths)
     num_pages = -(-max(lengths) // page_rows) + 1
     table = random_table(lengths, page_rows, num_pages, num_spare=3, has_tails=layout.has_tail).to(device)
     shape = HEADS, HEAD_DIM, HEAD_DIM
@@ -66,7 +71,7 @@ def compared(
     pool = layout.allocate((batch * (num_pages + layout.has_tail) + 3, *shape), page_rows, **where)
     pages = pool[0].map(with_gaps), pool[1].map(with_gaps)
     transform = None
-    if name not in ("none", "int4-channel"):
+    if layout.key.is_quantized and layout.key.block_size is None:
         center, smoothing = (
             torch.randn(HEADS, HEAD_DIM, device=device),
             torch.rand(HEADS, HEAD_DIM, device=device) + 0.5,
@@ -87,25 +92,29 @@ def compared(
         expected = over_rows.decode(query, (key, value), held, **given_options)
         actual = over_pages.decode(query, (key, value), held, **given_options, page_table=table)
         # Where attention begins within a tile, it cuts tiles at other tokens, and adds in another order.
-        roundings = tolerances.NUM_ROUNDINGS if "sliding_window" in given_options else 0.0
+        is_cut = "sliding_window" in given_options or any(layout.windows.values())
+        roundings = tolerances.NUM_ROUNDINGS if is_cut else 0.0
         for x, y, what in zip(actual, expected, ("out", "lse"), strict=True):
             bound = roundings * torch.finfo(y.dtype).eps * float(y.abs().max())
             assert_close(x, y.cpu(), bound, f"{what} of {q_len} tokens")
-    check_written(pages, rows, table, lengths)
+    check_written(pages, rows, layout, table, lengths)
 
 
-def check_written(pages: tuple[Planes, Planes], rows: tuple[Planes, Planes], table: Tensor, lengths: list[int]) -> None:
+def check_written(
+    pages: tuple[Planes, Planes], rows: tuple[Planes, Planes], layout: KVLayout, table: Tensor, lengths: list[int]
+) -> None:
     """Pages hold what rows hold, and nothing else has changed."""
-    tails, table = split_tails(table, pages[0].tail is not None)
-    for paged, linear in zip(pages, rows, strict=True):
+    tails, table = split_tails(table, layout.has_tail)
+    for paged, linear, kv_format in zip(pages, rows, layout.formats, strict=True):
         for plane, expected in zip(paged.tensors(), linear.tensors(), strict=True):
-            is_blocked, is_free = paged.tail is not None, torch.ones(len(plane), dtype=torch.bool)
+            is_blocked, is_free = kv_format.block_size is not None, torch.ones(len(plane), dtype=torch.bool)
             axis = 2 if plane is paged.codes or is_blocked else 3
             for b, length in enumerate(lengths):
                 if plane is paged.tail:
                     assert tails is not None
                     is_free[int(tails[b])] = False
-                    held = length % BLOCK_SIZE  # others are left over
+                    # Without windows, the tail of a block has rows that are left over.
+                    held = plane.shape[2] if any(layout.windows.values()) else length % BLOCK_SIZE
                     assert_same(plane[int(tails[b]), :, :held], expected[b, :, :held].cpu(), f"tail of sequence {b}")
                     continue
                 for i in range(-(-length // paged.codes.shape[2])):
@@ -185,7 +194,10 @@ def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None
     "changes, message",
     [
         ({"layout": KVLayout(*PRESETS["int8"], rows="ring")}, "`page_table` must be None for this layout"),
-        ({"layout": KVLayout(*PRESETS["int8"], residual_length=4)}, "`page_table` must be None for this layout"),
+        (
+            {"layout": LAYOUTS["k4v2:4+40"], "page_table": torch.zeros(2, 0, dtype=torch.int32)},
+            "`page_table` must begin with the pages of tails for this layout",
+        ),
         (
             {"layout": CHANNEL, "page_table": torch.zeros(2, 0, dtype=torch.int32)},
             "`page_table` must begin with the pages of tails for this layout",
@@ -220,7 +232,7 @@ def test_frozen_scales_have_no_pages() -> None:
     key, value = PRESETS["int8"]
     frozen = KVLayout(dataclasses.replace(key, granularity="tensor"), value)
     for engine in ("cpu", REFERENCE):
-        with pytest.raises((ValueError, RuntimeError), match="dense windows and granularity tensor have no pages"):
+        with pytest.raises((ValueError, RuntimeError), match="rings and granularity tensor have no pages"):
             call(engine, layout=frozen)
 
 
@@ -230,7 +242,7 @@ def test_frozen_scales_have_no_pages() -> None:
 def test_rows_that_pad_a_captured_step(name: str, dtype: torch.dtype) -> None:
     """A sequence of no token and no page writes nothing, gets zeros, and changes no other."""
     torch.manual_seed(0)
-    layout, where = KVLayout(*PRESETS[name]), {"dtype": dtype, "device": torch.device("cuda")}
+    layout, where = LAYOUTS[name], {"dtype": dtype, "device": torch.device("cuda")}
     pool = layout.allocate((5, HEADS, HEAD_DIM, HEAD_DIM), 128, **where)
     query, key, value = (torch.randn(4, heads, 1, HEAD_DIM, **where) for heads in (2 * HEADS, HEADS, HEADS))
     table = torch.tensor([[2, -1], [1, 0], [-1, -1], [-1, -1]], dtype=torch.int32, device="cuda")

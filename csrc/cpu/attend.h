@@ -243,21 +243,20 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   if (!has_blocks && !task.has_queries && keys.kernel->prepare != nullptr) keys.kernel->prepare(work, keys);
   std::memset(work.out, 0, sizeof(float) * round_up(task.num_rows, 4) * values.stride);
   bool has_dense_sums = false;
+  const int tail_slot = tail_slot_of(params, task.b);
 
   Run run = {task.begin, 0, 0, false, false, 0, 0};
   for (int begin = task.begin, first_of_run = begin, scaled_block = -1, end; begin < task.end; begin = end) {
     if (begin == run.end) {
       run = run_from(params, task.b, begin, task.end);
       first_of_run = begin;
-      work.slot = run.slot;
       scaled_block = -1;  // blocks of other pages have the same number
     }
     end = min_of(begin + kTile, run.end);
     const int count = end - begin, first = begin - run.offset, from_run = begin - first_of_run;
+    work.slot = run.has_dense_keys ? tail_slot : run.slot;
     if (run.has_dense_keys) {
-      work.slot = tail_slot_of(params, task.b);
       dense_keys.kernel->score(work, dense_keys, run.key_row + from_run, count);
-      work.slot = run.slot;
     } else {
       if (has_blocks && scaled_block != first / kBlockSize) {
         scaled_block = first / kBlockSize;
@@ -266,6 +265,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
       }
       keys.kernel->score(work, keys, first, count);
     }
+    work.slot = run.has_dense_values ? tail_slot : run.slot;
     const bool is_flawed = !run.has_dense_values && restore != nullptr &&
                            !load_scales(values.side, work.slot, task.kv_head, first, count, work.value_scale,
                                         work.value_zero, /*is_centered=*/false);

@@ -219,7 +219,10 @@ class PagedCache(PagedAttentionCache):
         supports_logits_to_keep: bool,
         ranks: DistributedHelper,
     ) -> None:
-        allocator = PageAllocator(layers, continuous_batching_config.allow_block_sharing)
+        # Who shares the first tokens of another request would read their codes, and has none of them dense.
+        has_windows = any(layer.page.has_windows for layer in layers.values())
+        self.allow_block_sharing = continuous_batching_config.allow_block_sharing and not has_windows
+        allocator = PageAllocator(layers, self.allow_block_sharing)
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
         self.groups: list[Group] = []
         self.counters = ops.new_counters(torch.device(device))
@@ -243,7 +246,6 @@ class PagedCache(PagedAttentionCache):
         self.cache_tensor = torch.zeros(num_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
         allocator.register_cache_tensor(self.bytes_per_sector, num_bytes, self.cache_tensor, self.pool)
-        self.allow_block_sharing = continuous_batching_config.allow_block_sharing
         self.use_prefix_sharing = self.allow_block_sharing
         self.num_blocks = self.num_sectors
         # Nothing is gathered before it is attended to, so a batch may read any number of tokens, none of them through

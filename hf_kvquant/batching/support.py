@@ -113,6 +113,12 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
         yield f"is on {model.device}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
     if len({parameter.device for parameter in model.parameters()}) > 1:
         yield "is spread over several devices, and all pages are on one."
+    layers = [config, *config.layers.values()]
+    if model.device.type == "cuda" and any(layer.sink_length + layer.residual_length for layer in layers):
+        yield (
+            "keeps tokens dense, which no GPU has done in pages yet. Set `sink_length` and `residual_length` to 0, or "
+            "take a preset without."
+        )
     if config.offloading:
         yield (
             "is patched with `offloading`, which is for the cache of one call of generate. Set `cpu_offload_space` of "

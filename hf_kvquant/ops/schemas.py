@@ -197,9 +197,11 @@ def _linear(cache: _Cache, arguments: Arguments) -> Iterator[_Cache]:
     ]
     yield dataclasses.replace(cache, planes=(key_planes, value_planes))
     if key is not None:
-        num_new, lengths = key.shape[2], arguments["lengths"]
+        lengths = arguments["lengths"]
         for gathered, side, block_size in zip(planes, cache.planes, block_sizes, strict=True):
-            reference.scatter_pages(gathered, side, table, tail_page, lengths, num_new, block_size)
+            # A block gets its codes when the window has left it.
+            num_written = key.shape[2] + (0 if block_size is None else cache.layout.residual_length)
+            reference.scatter_pages(gathered, side, table, tail_page, lengths, num_written, block_size)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -250,11 +252,10 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
 
 
 def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: int, page_rows: int) -> None:
-    is_frozen = any(each.granularity == "tensor" for each in layout.formats)
-    if layout.is_ring or any(layout.windows.values()) or is_frozen:
+    if layout.is_ring or any(each.granularity == "tensor" for each in layout.formats):
         raise ValueError(
-            f"{where}: `page_table` must be None for this layout, got a tensor: rings, dense windows and granularity "
-            "tensor have no pages."
+            f"{where}: `page_table` must be None for this layout, got a tensor: rings and granularity tensor have no "
+            "pages."
         )
     if num_pages * page_rows == 0:
         raise ValueError(f"{where}: `page_table` must be None for planes without rows, got a tensor.")

@@ -9,13 +9,15 @@ num_groups, P]` scales. Parts begin at multiples of 128 bytes. The pages of a la
 one tensor of bytes, so that planes over all pages are views of it, whose first axis counts pages. `page_table` of the
 ops says which of them hold a sequence.
 
-With granularity channel, a sequence has one page more, which holds nothing but its tail: `[num_kv_heads, 128,
-head_dim]` dense keys, from the first byte on. So every page is as large as a tail at least.
+With granularity channel or dense windows, a sequence has one page more, which holds nothing but its tails, from the
+first byte on: `[num_kv_heads, rows, head_dim]` dense keys, then values. A page is as large as these at least. With
+dense windows, it must have so many tokens that it is anyway, so that no page wastes memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,8 +27,8 @@ from .layout import KVLayout
 from .planes import Planes
 
 PART_ALIGNMENT = 128
-_PARTS = ((0, "codes"), (1, "codes"), (0, "scale"), (0, "zero"), (1, "scale"), (1, "zero"))
-_TAIL = 0, "tail"
+_OF_TOKENS = ((0, "codes"), (1, "codes"), (0, "scale"), (0, "zero"), (1, "scale"), (1, "zero"))
+_TAILS = ((0, "tail"), (1, "tail"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +83,6 @@ class PageLayout:
                 f"PageLayout: `num_tokens` must be a positive multiple of {BLOCK_SIZE}, got {self.num_tokens}. "
                 "Set `page_size` of the ContinuousBatchingConfig to one, such as 256."
             )
-        for name, length in layout.windows.items():
-            if length:
-                raise ValueError(
-                    f"PageLayout: `{name}` must be 0, got {length}: pages hold no dense tokens. Set it to 0 in the "
-                    "config."
-                )
         for name, kv_format, head_dim in zip(("key", "value"), layout.formats, self.head_dims, strict=True):
             if kv_format.granularity == "tensor":
                 raise ValueError(
@@ -94,30 +90,45 @@ class PageLayout:
                     "page cannot have the scale of one of them. Use granularity 'head'."
                 )
             kv_format.num_groups(head_dim)
+        if self.has_windows:
+            tails, tokens = self._end_of(_TAILS), self._end_of(_OF_TOKENS)
+            if tails > tokens:
+                # Parts begin at multiples of so many bytes that a few tokens more may be needed than by the division.
+                least = -(-tails * self.num_tokens // tokens // BLOCK_SIZE) * BLOCK_SIZE
+                raise ValueError(
+                    f"PageLayout: `num_tokens` must be at least {least} for dense windows of {self.layout.sink_length} "
+                    f"and {self.layout.residual_length} tokens, got {self.num_tokens}: a page must have room for them. "
+                    f"Set `page_size` of the ContinuousBatchingConfig to {least}."
+                )
 
     @property
     def has_tail(self) -> bool:
-        """Whether each sequence has one page more, with the tail of its keys."""
+        """Whether each sequence has one page more, with its tails."""
         return self.layout.has_tail
 
     @property
-    def parts(self) -> list[PagePart]:
-        """The planes of a page with tokens, in the order of their bytes, then that of a page with a tail."""
-        found, begin = [], 0
-        for side, name in _PARTS:
-            part = self._part(side, name, begin)
-            if part is not None:
-                found.append(part)
-                begin = -(-part.end // PART_ALIGNMENT) * PART_ALIGNMENT
-        tail = self._part(*_TAIL, 0)
-        return found if tail is None else [*found, tail]
+    def has_windows(self) -> bool:
+        """Whether tails have tokens that also have codes. Who shares the codes of another sequence lacks its tails."""
+        return self.has_tail and any(self.layout.windows.values())
 
-    def _part(self, side: int, name: str, begin: int) -> PagePart | None:
-        kv_format = self.layout.formats[side]
-        shapes = kv_format.plane_shapes(1, self.num_kv_heads, self.head_dims[side], self.num_tokens)
-        if name not in shapes:
-            return None
-        return PagePart(side, name, begin, shapes[name][1:], kv_format.plane_dtype(name) or self.dtype)
+    @property
+    def parts(self) -> list[PagePart]:
+        """The planes of a page with tokens, in the order of their bytes, then those of a page with tails."""
+        return [*self._parts(_OF_TOKENS), *self._parts(_TAILS)]
+
+    def _parts(self, names: Iterable[tuple[int, str]]) -> Iterator[PagePart]:
+        begin = 0
+        for side, name in names:
+            kv_format = self.layout.formats[side]
+            shape = 1, self.num_kv_heads, self.head_dims[side], self.num_tokens
+            shapes = kv_format.plane_shapes(*shape, **self.layout.windows)
+            if name in shapes:
+                part = PagePart(side, name, begin, shapes[name][1:], kv_format.plane_dtype(name) or self.dtype)
+                begin = -(-part.end // PART_ALIGNMENT) * PART_ALIGNMENT
+                yield part
+
+    def _end_of(self, names: Iterable[tuple[int, str]]) -> int:
+        return max((part.end for part in self._parts(names)), default=0)
 
     @property
     def num_bytes(self) -> int:

@@ -640,16 +640,16 @@ def scatter_pages(
     page_table: Tensor,
     tail_page: Tensor | None,
     lengths: Tensor,
-    num_new: int,
+    num_written: int,
     block_size: int | None,
 ) -> None:
-    """Copy back to `planes` the pages that hold the newest `num_new` of `lengths` tokens, and tails.
+    """Copy back to `planes` the pages that hold the newest `num_written` of `lengths` tokens, and tails.
 
-    A block of channel scales that these tokens complete has one of them, so it is in these pages. See `gather_pages`.
+    A block of channel scales has its last token in one page with its first. See `gather_pages`.
     """
     num_pages, rows = page_table.shape[1], planes.codes.shape[2]
     begin = torch.arange(num_pages, device=lengths.device) * rows
-    is_written = (begin < lengths[:, None]) & (begin + rows > lengths[:, None] - num_new)
+    is_written = (begin < lengths[:, None]) & (begin + rows > lengths[:, None] - num_written)
     sequence, number = is_written.nonzero(as_tuple=True)
     page, axes = page_table[sequence, number].long(), planes.token_axes(block_size)
     for name, axis in axes.items():
