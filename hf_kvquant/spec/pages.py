@@ -91,10 +91,10 @@ class PageLayout:
                 )
             kv_format.num_groups(head_dim)
         if self.has_windows:
-            tails, tokens = self._end_of(_TAILS), self._end_of(_OF_TOKENS)
-            if tails > tokens:
-                # Parts begin at multiples of so many bytes that a few tokens more may be needed than by the division.
-                least = -(-tails * self.num_tokens // tokens // BLOCK_SIZE) * BLOCK_SIZE
+            tails = self._end_of(_TAILS)
+            if tails > self._end_of(_OF_TOKENS):
+                of_token = layout.bytes_per_token((1, self.num_kv_heads, *self.head_dims), self.dtype)
+                least = -(-tails // (of_token * BLOCK_SIZE)) * BLOCK_SIZE
                 raise ValueError(
                     f"PageLayout: `num_tokens` must be at least {least} for dense windows of {self.layout.sink_length} "
                     f"and {self.layout.residual_length} tokens, got {self.num_tokens}: a page must have room for them. "
