@@ -149,11 +149,11 @@ def reading(recipes: Mapping[str, Recipe], length: int, is_chosen: bool) -> dict
 def within(budgets: Sequence[float], subject: Subject, sample: Tensor) -> dict[str, Recipe]:
     """The recipes of budgets, found on tokens that are not measured."""
     found: dict[str, Recipe] = {}
+    text = str(subject.tokenizer.decode(sample))
     for bits in budgets:
-        text = str(subject.tokenizer.decode(sample))
         try:
             recipe = of_budget(bits, subject.model, subject.tokenizer, text)
-        except ValueError as error:
+        except (NotImplementedError, ValueError) as error:
             raise UsageError(f"`--bits` must fit {subject.name}, got {bits:g}. {error}") from error
         found[recipe.name] = recipe
     return found
