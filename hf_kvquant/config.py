@@ -105,6 +105,11 @@ class KVQuantConfig(Formats):
         default = LayerFormats(self.key, self.value, self.transforms, self.sink_length, self.residual_length)
         return self.layers.get(layer_idx, default)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer has dense windows."""
+        return any(each.sink_length + each.residual_length > 0 for each in (self, *self.layers.values()))
+
     @classmethod
     def from_preset(cls, preset: str, **options: Any) -> KVQuantConfig:
         """Make the config of a preset.

@@ -113,8 +113,7 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
         yield f"is on {model.device}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
     if len({parameter.device for parameter in model.parameters()}) > 1:
         yield "is spread over several devices, and all pages are on one."
-    layers = [config, *config.layers.values()]
-    if model.device.type == "cuda" and any(layer.sink_length + layer.residual_length for layer in layers):
+    if model.device.type == "cuda" and config.has_windows:
         yield (
             "keeps tokens dense, which no GPU has done in pages yet. Set `sink_length` and `residual_length` to 0, or "
             "take a preset without."
