@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,8 +30,9 @@ from hf_kvquant import ops, unpatch
 from hf_kvquant.state import patch_of
 
 # The tensors of the tests are small: a second thread costs more than it saves, up to five times the run time on a busy
-# machine. Tests of threads ask for more.
+# machine. Tests of threads ask for more. The variable is for processes that tests start.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 # Tests that read stderr look for our output, without the progress bars of the models that they save.
 logging.disable_progress_bar()
 
