@@ -19,7 +19,7 @@ import models
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.evaluation.long_context.prompts import Writer
@@ -56,8 +56,8 @@ CODED_TOKENS = 512  # enough for every recipe to have codes
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """The reference model, whose head_dim of 128 every recipe serves."""
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    """The first layers of the reference model, whose head_dim of 128 every recipe serves."""
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, num_hidden_layers=3)
     return loaded.eval()
 
 
@@ -513,8 +513,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.main(("eval", "recipes", str(MODEL), *map(str, arguments)))
+@pytest.fixture(scope="module")
+def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the same layers are, with their tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> tuple[int, str, str]:
+    code = cli.main(("eval", "recipes", str(folder), *map(str, arguments)))
     captured = capsys.readouterr()
     return code, " ".join(captured.out.split()), captured.err
 
@@ -532,11 +541,11 @@ def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_sample")
-def test_command(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+def test_command(capsys: pytest.CaptureFixture[str], folder: Path, file: Path, tmp_path: Path) -> None:
     record, picture = tmp_path / "record.json", tmp_path / "picture.svg"
     names = "int4,naive-2,kvquant-3,oscar-2,kvarn-k2v2"
     options = (*small(file), "--recipes", names, "--inject-outliers", 8)
-    code, out, err = run(capsys, *options, "--output", record, "--picture", picture)
+    code, out, err = run(capsys, folder, *options, "--output", record, "--picture", picture)
     assert code == 0, err
     content = json.loads(record.read_text(encoding="utf-8"))
     rows = content["parts"]["summary"]["recipes"]
@@ -553,16 +562,16 @@ def test_command(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path)
     assert "naive-2" in picture.read_text(encoding="utf-8")
     # A second run has nothing left to measure.
     before = record.read_bytes()
-    code, again, _ = run(capsys, *options, "--output", record)
+    code, again, _ = run(capsys, folder, *options, "--output", record)
     assert code == 0 and again == out
     after = json.loads(record.read_bytes())
     assert {**json.loads(before), "parts": {**after["parts"]}} == after
 
 
 @pytest.mark.usefixtures("short_sample")
-def test_dense_tokens_on_the_command_line(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+def test_dense_tokens_on_the_command_line(capsys: pytest.CaptureFixture[str], folder: Path, file: Path) -> None:
     options = ("--recipes", "oscar-2", "--dense", "0+0", "--window", 128, "--tokens", 100, "--drift", 0, "--needles", 0)
-    code, out, err = run(capsys, "--text", file, *options, "--dtype", "float32")
+    code, out, err = run(capsys, folder, "--text", file, *options, "--dtype", "float32")
     assert code == 0, err
     assert " 2.25 2.25 " in out and "texts that the model wrote" not in out
 
@@ -622,8 +631,10 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
 
 @pytest.mark.usefixtures("short_sample")
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes(arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str], file: Path) -> None:
-    code, _, err = run(capsys, "--text", file, *arguments)
+def test_mistakes(
+    arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str], folder: Path, file: Path
+) -> None:
+    code, _, err = run(capsys, folder, "--text", file, *arguments)
     assert code == 2
     assert re.search(message, err), err
 
