@@ -71,7 +71,9 @@ def test_two_processes_share_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_calibrate_lowers_the_divergence(tmp_path: Path) -> None:
-    output = run("calibrate.py", "--tokens", "1024", "--output", "calibrated", where=tmp_path)
+    text = (ROOT / "evals" / "reference_model" / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "text").write_text(text[:1800], encoding="utf-8")  # 600 tokens
+    output = run("calibrate.py", "--text", "text", "--output", "calibrated", where=tmp_path)
     before, after = (float(x) for x in re.findall(r"All layers together: (\S+) nats", output))
     assert after < before
     assert (tmp_path / "calibrated" / "kvquant_smoothing.safetensors").is_file()
