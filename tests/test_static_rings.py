@@ -104,8 +104,7 @@ class Twins:
 
         def check_dense() -> None:
             is_shown = torch.arange(offset, length, device=self.device) >= self.starts.unsqueeze(1)
-            for side, name in enumerate(("keys", "values")):
-                x, y = (storage.dequantize()[side] for storage in (ours, theirs))
+            for name, x, y in zip(("keys", "values"), ours.dequantize(), theirs.dequantize(), strict=True):
                 assert not x[:, :, length:].any() and not (ours.is_ring and x[:, :, :offset].any())
                 x, y = (each.masked_fill(~is_shown[:, None, :, None], 0) for each in (x[:, :, offset:length], y))
                 assert y.shape[2] == shown
