@@ -443,7 +443,7 @@ def free_port() -> int:
 
 def test_a_killed_run_of_two_processes_is_resumed(batch: Batch) -> None:
     """... by two again, after which one process finds nothing to do. Their answers are those of one process."""
-    batch.write(*prompts(40))
+    batch.write(*prompts(20))
     # As launchers start them. These two can be killed, unlike the children of a launcher.
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     first = [start(["hf_kvquant"], batch, RANK=str(rank), LOCAL_RANK=str(rank), **where) for rank in range(2)]
@@ -455,21 +455,21 @@ def test_a_killed_run_of_two_processes_is_resumed(batch: Batch) -> None:
         process.kill()
         process.communicate(timeout=60)
     held = sum(path.read_bytes().count(b"\n") for path in (batch.output, *parts) if path.exists())
-    assert 2 <= held < 40
+    assert 2 <= held < 20
     second = start([*"torch.distributed.run --standalone --nproc_per_node 2 -m hf_kvquant".split()], batch)
     output, error = second.communicate(timeout=240)
     assert second.returncode == 0, error
-    assert output.count("40 of 40 lines answered") == 1
+    assert output.count("20 of 20 lines answered") == 1
     assert not any(path.exists() for path in parts)
     together = batch.lines()
     code, output, _ = batch.run(*LONG)
     assert code == 0 and "; 0 output tokens in this run." in output
     # One process continues what several have left.
-    for path, number in ((batch.output, range(10)), (parts[0], range(10, 20)), (parts[1], range(18, 25))):
+    for path, number in ((batch.output, range(5)), (parts[0], range(5, 10)), (parts[1], range(9, 13))):
         path.write_text("".join(json.dumps(together[1 + index]) + "\n" for index in number), encoding="utf-8")
     with parts[1].open("a", encoding="utf-8") as file:
         file.write('{"line": 3')
     assert batch.run(*LONG)[0] == 0
     assert not any(path.exists() for path in parts)
     agree = [batch.lines()[number]["text"] == line["text"] for number, line in together.items()]
-    assert sum(agree) >= 38  # sums in another order may swap two tokens that are nearly equally likely
+    assert sum(agree) >= 19  # sums in another order may swap two tokens that are nearly equally likely
