@@ -12,8 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_kvquant
 
 ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "evals" / "reference_model"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -56,22 +60,24 @@ def test_batch_job_answers_every_prompt(tmp_path: Path) -> None:
 
 
 def test_two_processes_share_a_model(tmp_path: Path) -> None:
-    """They write what one process writes."""
-    options = str(ROOT / "evals" / "reference_model"), "--max-new-tokens", "8", "--preset", "int8"
-    found = []
-    for count in ("1", "2"):
-        launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, *launcher, str(ROOT / "examples" / "tensor_parallel.py"), *options]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        found.append(done.stdout.strip().splitlines()[-1])
-    assert found[0] == found[1] and found[0].startswith("The river")
+    """They write what the whole model writes."""
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    options = str(REFERENCE), "--max-new-tokens", "8", "--preset", "int8"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "tensor_parallel.py"), *options]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype="auto")
+    with hf_kvquant.patched(model, "int8"):
+        output = model.generate(**tokenizer("The river", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    found, expected = done.stdout.strip().splitlines()[-1], tokenizer.decode(output[0], skip_special_tokens=True)
+    assert found == expected and found.startswith("The river")
 
 
 @pytest.mark.slow
 def test_calibrate_lowers_the_divergence(tmp_path: Path) -> None:
-    text = (ROOT / "evals" / "reference_model" / "README.md").read_text(encoding="utf-8")
+    text = (REFERENCE / "README.md").read_text(encoding="utf-8")
     (tmp_path / "text").write_text(text[:1800], encoding="utf-8")  # 600 tokens
     output = run("calibrate.py", "--text", "text", "--output", "calibrated", where=tmp_path)
     before, after = (float(x) for x in re.findall(r"All layers together: (\S+) nats", output))
