@@ -578,10 +578,10 @@ def test_dense_tokens_on_the_command_line(capsys: pytest.CaptureFixture[str], fo
 
 @pytest.mark.usefixtures("short_sample")
 def test_a_budget_of_bits(
-    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], folder: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pre-flight is asked for a config, which is measured like any other. test_budget.py tests what it finds."""
-    config = KVQuantConfig.from_dict({"preset": "int2", "layers": {3: "k4v2"}})
+    config = KVQuantConfig.from_dict({"preset": "int2", "layers": {1: "k4v2"}})
 
     def found(model: PreTrainedModel, **options: Any) -> Any:
         assert options["bits"] == 2.5 and options["presets"] == ["k4v2", "int2"]
@@ -592,16 +592,17 @@ def test_a_budget_of_bits(
     monkeypatch.setattr(ours, "run_preflight", found)
     record = tmp_path / "record.json"
     options = ("--recipes", "int2,k4v2", "--bits", "2.5", "--tokens", 300, "--drift", 0, "--needles", 0)
-    code, _, err = run(capsys, "--text", file, *options, "--window", 400, "--dtype", "float32", "--output", record)
+    options += ("--window", 400, "--dtype", "float32", "--output", record)
+    code, _, err = run(capsys, folder, "--text", file, *options)
     assert code == 0, err
     content = json.loads(record.read_text(encoding="utf-8"))
     rows = content["parts"]["summary"]["recipes"]
     assert list(rows) == ["int2", "k4v2", "bits-2.5"]
     small, large, mixed = (row["bits"] for row in rows.values())
     for side in ("key", "value", "both"):
-        assert mixed[side] == pytest.approx((6 * small[side] + large[side]) / 7)
+        assert mixed[side] == pytest.approx((2 * small[side] + large[side]) / 3)
     assert rows["k4v2"]["kld"] < rows["bits-2.5"]["kld"] < rows["int2"]["kld"]
-    assert list(content["settings"]["recipes"]["bits-2.5"]["layers"]) == ["3"]
+    assert list(content["settings"]["recipes"]["bits-2.5"]["layers"]) == ["1"]
 
 
 def test_layers_with_dense_tokens_of_their_own_are_no_recipe() -> None:
