@@ -180,6 +180,13 @@ LayoutFields layout_of(const CacheArgs& args) {
   return layout;
 }
 
+// Whether a side keeps dense tokens besides its codes.
+bool has_tail(const FormatFields& format, const CacheParams& params) {
+  return format.storage != static_cast<int64_t>(Storage::none) &&
+         (format.granularity == static_cast<int64_t>(Granularity::channel) ||
+          params.sink_length + params.residual_length > 0);
+}
+
 // The name of a side's plane number `i`: codes, then a scale, a zero and a tail where there are such.
 const char* part_of(const Side& side, size_t i) {
   return i == 0 ? "codes" : i == 1 ? "scale" : i == 2 && !side.is_symmetric ? "zero" : "tail";
@@ -202,11 +209,11 @@ Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& pl
   const bool is_quantized = side.storage != Storage::none;
   const int sinks = params.sink_length, window = params.residual_length;
   side.ring = side.has_channel_scales ? ((window + kBlockSize - 1) / kBlockSize + 1) * kBlockSize : window;
-  const bool has_tail = is_quantized && sinks + side.ring > 0;
-  const size_t count = 1 + is_quantized + !side.is_symmetric + has_tail;
+  const bool is_tailed = has_tail(format, params);
+  const size_t count = 1 + is_quantized + !side.is_symmetric + is_tailed;
   KVQ_CHECK(planes.size() == count, Subject{args.where, name}, "be ", count, " tensors for this layout, got ",
             planes.size(), ".", kMade);
-  if (has_tail && side.ring > 0 && planes.back().defined() && planes.back().dim() == 4) {
+  if (is_tailed && side.ring > 0 && planes.back().defined() && planes.back().dim() == 4) {
     // A tail may have more rows for the newest tokens than attention reads; blocks stay whole.
     const int64_t ring = planes.back().size(2) - sinks, step = side.has_channel_scales ? kBlockSize : 1;
     if (ring > side.ring && ring <= kMaxInt - sinks && ring % step == 0) side.ring = static_cast<int>(ring);
@@ -257,7 +264,7 @@ Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& pl
   if (!side.is_symmetric) {
     side.zero = next_scale(&side.zero_stride_b, &side.zero_stride_h, &side.zero_stride_g, &side.zero_stride_t);
   }
-  if (has_tail) {
+  if (is_tailed) {
     side.tail = next(std::nullopt, {batch, heads, sinks + side.ring, side.head_dim}, true,
                      {&side.tail_stride_b, &side.tail_stride_h, &side.tail_stride_t});
     side.tail_dtype = dense_dtype({args.where, name, "tail"}, planes.back());
@@ -279,10 +286,9 @@ void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& p
   const Tensor& table = *args.page_table;
   check(subject, table, args.key_planes[0], ScalarType::Int, {kAny, kAny}, "");
   check_rows(subject, table);
-  const auto none = static_cast<int64_t>(Storage::none);
-  const bool has_codes = layout.key.storage != none || layout.value.storage != none;
-  const bool has_windows = has_codes && params.sink_length + params.residual_length > 0;
-  const int num_tails = has(Granularity::channel) || has_windows;
+  const int num_tails = has_tail(layout.key, params) || has_tail(layout.value, params);
+  KVQ_CHECK(num_tails == 0 || params.sink_length + params.residual_length == 0 || !args.key_planes[0].is_cuda(), subject,
+            "be None for dense windows on a GPU, got a tensor. Run on a CPU, or without dense windows.");
   KVQ_CHECK(table.size(1) >= num_tails, subject, "begin with the pages of tails for this layout, got ",
             shape_of(table), ".");
   const auto* const pages = static_cast<const int32_t*>(table.const_data_ptr());

@@ -4,8 +4,8 @@
 
 Each rank has some heads of every layer. Two sums over the ranks a layer take time that one GPU does not need, and the
 host has more to do. Steps are measured as in `bench_generate.py`. Rank 0 runs the whole model first and saves it; then
-all ranks load their parts. All ranks must write the same tokens. How many of these one GPU writes is only
-reported: sums in another order may swap two tokens that are nearly equally likely.
+all ranks load their parts. All ranks must write the same tokens. How many of these one GPU writes is only reported:
+sums in another order may swap two tokens that are nearly equally likely.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_dense_tokens_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     for config in ("k4v2", {"preset": "int8", "layers": {1: {"sink_length": 4}}}):
         with patched(models.build("llama"), config) as model:
             monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-            message = f"{WHERE}: LlamaForCausalLM keeps tokens dense, which no GPU has done in pages yet."
+            message = f"{WHERE}: LlamaForCausalLM keeps tokens dense, which pages on a GPU do not hold."
             with pytest.raises(NotImplementedError, match=re.escape(message)):
                 support.check_served(model, patch_of(model).config, ContinuousBatchingConfig())
 

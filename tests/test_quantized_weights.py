@@ -12,7 +12,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import compare
@@ -90,17 +89,10 @@ def bitsandbytes(**options: Any) -> Callable[..., Any]:
 
 def quanto(weights: str) -> Callable[..., Any]:
     def load(folder: Path, **how: Any) -> Any:
-        library = pytest.importorskip("optimum.quanto.library")
-        # Its op that unpacks codes would compile a C++ function when it is first called, for half a minute.
-        library.extensions.cpp.ext._lib = SimpleNamespace(unpack=unpacked)
+        pytest.importorskip("optimum.quanto")
         return loaded(folder / "plain", quantization_config=QuantoConfig(weights=weights), **how)
 
     return load
-
-
-def unpacked(codes: Tensor, bits: int) -> Tensor:
-    """What quanto's function does: codes that are packed in bytes, the lowest bits of all bytes first."""
-    return torch.cat([codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)])
 
 
 def compressed_tensors(scheme: str) -> Callable[..., Any]:

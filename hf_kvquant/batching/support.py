@@ -115,7 +115,7 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
         yield "is spread over several devices, and all pages are on one."
     if model.device.type == "cuda" and config.has_windows:
         yield (
-            "keeps tokens dense, which no GPU has done in pages yet. Set `sink_length` and `residual_length` to 0, or "
+            "keeps tokens dense, which pages on a GPU do not hold. Set `sink_length` and `residual_length` to 0, or "
             "take a preset without."
         )
     if config.offloading:
