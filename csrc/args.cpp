@@ -287,8 +287,6 @@ void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& p
   check(subject, table, args.key_planes[0], ScalarType::Int, {kAny, kAny}, "");
   check_rows(subject, table);
   const int num_tails = has_tail(layout.key, params) || has_tail(layout.value, params);
-  KVQ_CHECK(num_tails == 0 || params.sink_length + params.residual_length == 0 || !args.key_planes[0].is_cuda(), subject,
-            "be None for dense windows on a GPU, got a tensor. Run on a CPU, or without dense windows.");
   KVQ_CHECK(table.size(1) >= num_tails, subject, "begin with the pages of tails for this layout, got ",
             shape_of(table), ".");
   const auto* const pages = static_cast<const int32_t*>(table.const_data_ptr());

@@ -401,7 +401,7 @@ def test_tables_have_room_for_the_longest_request(options: Any, hints: Any, expe
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, K4V2, INT2], ids=str)
 @pytest.mark.parametrize("options", [{}, {"use_async_batching": False}, {"use_cuda_graph": False}], ids=str)
 def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
     """Captured and not, asynchronous and not: requests come and go, some pages fill, one prompt has one token."""
@@ -426,7 +426,7 @@ def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
-@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 7), ("int4-channel", 10)], ids=str)
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 7), ("int4-channel", 10), (K4V2, 10)], ids=str)
 def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory(preset: Any, num_blocks: int) -> None:
     model = models.on("cuda", long_llama())
     prompts = [text(100, seed) for seed in range(6)]

@@ -99,16 +99,6 @@ def test_layers_without_keys_of_their_own_are_refused(monkeypatch: pytest.Monkey
 
 
 @needs_pages
-def test_dense_tokens_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for config in ("k4v2", {"preset": "int8", "layers": {1: {"sink_length": 4}}}):
-        with patched(models.build("llama"), config) as model:
-            monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-            message = f"{WHERE}: LlamaForCausalLM keeps tokens dense, which pages on a GPU do not hold."
-            with pytest.raises(NotImplementedError, match=re.escape(message)):
-                support.check_served(model, patch_of(model).config, ContinuousBatchingConfig())
-
-
-@needs_pages
 def test_other_devices_are_refused() -> None:
     model = models.build("llama").to("meta")
     check_refused(model, "int8", "LlamaForCausalLM is on meta, and continuous batching over codes runs on CPUs")

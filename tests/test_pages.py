@@ -60,8 +60,6 @@ def compared(
     name: str, engine: str, page_rows: int, lengths: list[int], chunks: list[int], options: dict[str, Any] | None = None
 ) -> None:
     """Append chunks to sequences that end with `lengths` tokens, with pages and without; attend from the second on."""
-    if engine == "cuda" and any(LAYOUTS[name].windows.values()):
-        pytest.skip("pages on a GPU hold no dense tokens")
     device = torch.device("cuda" if engine == "cuda" else "cpu")
     layout, batch = LAYOUTS[name], len(lengths)
     num_pages = -(-max(lengths) // page_rows) + 1
@@ -238,18 +236,8 @@ def test_frozen_scales_have_no_pages() -> None:
             call(engine, layout=frozen)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_dense_tokens_are_refused_on_a_gpu() -> None:
-    layout = LAYOUTS["k4v2:4+40"]
-    planes = layout.allocate((4, HEADS, HEAD_DIM, HEAD_DIM), 128, dtype=torch.bfloat16, device=torch.device("cuda"))
-    key, value = torch.randn(2, 1, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    table = torch.tensor([[0, 1]], dtype=torch.int32, device="cuda")
-    with pytest.raises(RuntimeError, match="`page_table` must be None for dense windows on a GPU"):
-        ops.append(key, value, *planes, table[:, 1], layout, page_table=table)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU refuses lengths that do not count the new token")
-@pytest.mark.parametrize("name", [name for name in PAGED if not any(LAYOUTS[name].windows.values())])
+@pytest.mark.parametrize("name", PAGED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_pad_a_captured_step(name: str, dtype: torch.dtype) -> None:
     """A sequence of no token and no page writes nothing, gets zeros, and changes no other."""

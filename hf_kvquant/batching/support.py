@@ -113,11 +113,6 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
         yield f"is on {model.device}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
     if len({parameter.device for parameter in model.parameters()}) > 1:
         yield "is spread over several devices, and all pages are on one."
-    if model.device.type == "cuda" and config.has_windows:
-        yield (
-            "keeps tokens dense, which pages on a GPU do not hold. Set `sink_length` and `residual_length` to 0, or "
-            "take a preset without."
-        )
     if config.offloading:
         yield (
             "is patched with `offloading`, which is for the cache of one call of generate. Set `cpu_offload_space` of "

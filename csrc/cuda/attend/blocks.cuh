@@ -15,12 +15,6 @@
 
 namespace hf_kvquant::cuda {
 
-// The index of the first axis of the keys' tail.
-template <bool kIsPaged>
-__device__ __forceinline__ int tail_slot(const DecodePlan& plan, int b) {
-  return kIsPaged ? plan.laps.tail_slot(b) : b;
-}
-
 template <class Shape>
 class Blocks {
   using Pipeline = typename Shape::StepPipeline;

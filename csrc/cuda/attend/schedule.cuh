@@ -165,4 +165,10 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
   return span;
 }
 
+// The index of a sequence's tail in the first axis of a tail plane.
+template <bool kIsPaged>
+__device__ __forceinline__ int tail_slot(const DecodePlan& plan, int b) {
+  return kIsPaged ? plan.laps.tail_slot(b) : b;
+}
+
 }  // namespace hf_kvquant::cuda

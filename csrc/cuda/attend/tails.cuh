@@ -40,15 +40,15 @@ __device__ __forceinline__ int first_tile(const DecodePlan& plan, const Segment&
 }
 
 // Prefetches the rows of a warp's first tile.
-static __device__ __noinline__ void expect_dense_tokens(const DecodeParams& params, const DecodePlan& plan,
-                                                        const Segment& segment, const Bounds& bounds, int warp,
-                                                        int lane) {
+template <bool kIsPaged>
+__device__ __noinline__ void expect_dense_tokens(const DecodeParams& params, const DecodePlan& plan,
+                                                 const Segment& segment, const Bounds& bounds, int warp, int lane) {
   constexpr int kLineBytes = 128;
   const DenseTokens tokens(params, plan, bounds);
   const int token = tokens.token(first_tile(plan, segment, warp) * kTailTileTokens + lane % kTailTileTokens);
   if (token < 0) return;
   const Side& side = lane < kTailTileTokens ? params.key_side : params.value_side;
-  const int64_t row = segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
+  const int64_t row = tail_slot<kIsPaged>(plan, segment.b) * side.tail_stride_b + segment.h * side.tail_stride_h +
                       tail_row(side, token, tokens.start, params.sink_length) * side.tail_stride_t;
   for (int byte = 0; byte < 2 * side.head_dim; byte += kLineBytes) {
     prefetch(static_cast<const char*>(side.tail) + 2 * row + byte);
@@ -60,9 +60,9 @@ struct DenseRows {
   const uint16_t* row;  // of this lane's token: in the new keys or values if it is new, else in the tail
   uint16_t* target;     // of a new token, in the tail
 
-  __device__ DenseRows(const Side& side, const Dense& dense, const Segment& segment, int token, int start,
-                       int dense_first, int first_new) {
-    target = static_cast<uint16_t*>(side.tail) + (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
+  __device__ DenseRows(const Side& side, const Dense& dense, const Segment& segment, int tail_slot, int token,
+                       int start, int dense_first, int first_new) {
+    target = static_cast<uint16_t*>(side.tail) + (tail_slot * side.tail_stride_b + segment.h * side.tail_stride_h +
                                                   tail_row(side, token, start, dense_first) * side.tail_stride_t);
     row = target;
     if (token >= first_new) {
@@ -99,8 +99,9 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
 
   // --- load keys, in the lanes that multiply them, and values, a lane's channels of all tokens
   const int own = tokens.token(first + lane % kTailTileTokens), exists = max(own, 0);
-  const DenseRows key_rows(keys, new_tokens.key, segment, exists, tokens.start, params.sink_length, first_new);
-  const DenseRows value_rows(values, new_tokens.value, segment, exists, tokens.start, params.sink_length, first_new);
+  const int slot = tail_slot<Shape::kIsPaged>(plan, segment.b), start = tokens.start, sinks = params.sink_length;
+  const DenseRows key_rows(keys, new_tokens.key, segment, slot, exists, start, sinks, first_new);
+  const DenseRows value_rows(values, new_tokens.value, segment, slot, exists, start, sinks, first_new);
   uint4 key[2][kChunks];
   int token[2];
 #pragma unroll
