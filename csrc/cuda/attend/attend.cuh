@@ -149,7 +149,10 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
   const bool has_dense_tokens = plan.plain_query_at > 0;
-  if (has_dense_tokens) expect_dense_tokens<Shape::kIsPaged>(params, plan, segment, bounds, warp, lane);
+  if (has_dense_tokens) {
+    expect_dense_tokens(params, plan, bounds, tail_slot<Shape::kIsPaged>(plan, segment.b), segment.h,
+                        first_tile(plan, segment, warp), lane);
+  }
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
     pipeline.fill(params, plan, chunk_list, stage, first_step + stage * stride);

@@ -39,16 +39,16 @@ __device__ __forceinline__ int first_tile(const DecodePlan& plan, const Segment&
   return (segment.part << plan.warps_log2) + warp;
 }
 
-// Prefetches the rows of a warp's first tile.
-template <bool kIsPaged>
-__device__ __noinline__ void expect_dense_tokens(const DecodeParams& params, const DecodePlan& plan,
-                                                 const Segment& segment, const Bounds& bounds, int warp, int lane) {
+// Prefetches the rows of a warp's first tile. Takes no segment: one that a function refers to is kept in memory.
+static __device__ __noinline__ void expect_dense_tokens(const DecodeParams& params, const DecodePlan& plan,
+                                                        const Bounds& bounds, int tail_slot, int head, int tile,
+                                                        int lane) {
   constexpr int kLineBytes = 128;
   const DenseTokens tokens(params, plan, bounds);
-  const int token = tokens.token(first_tile(plan, segment, warp) * kTailTileTokens + lane % kTailTileTokens);
+  const int token = tokens.token(tile * kTailTileTokens + lane % kTailTileTokens);
   if (token < 0) return;
   const Side& side = lane < kTailTileTokens ? params.key_side : params.value_side;
-  const int64_t row = tail_slot<kIsPaged>(plan, segment.b) * side.tail_stride_b + segment.h * side.tail_stride_h +
+  const int64_t row = tail_slot * side.tail_stride_b + head * side.tail_stride_h +
                       tail_row(side, token, tokens.start, params.sink_length) * side.tail_stride_t;
   for (int byte = 0; byte < 2 * side.head_dim; byte += kLineBytes) {
     prefetch(static_cast<const char*>(side.tail) + 2 * row + byte);
