@@ -48,6 +48,8 @@ class GrowingLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.sides = tuple(zip(storages, quantizers, strict=True))
         self.tokens = 0
+        # By side: a position, and what the codes of tokens from there on stand for.
+        self.known: dict[int, tuple[int, Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add tokens, and return what attention sees. The first tokens of a cache see themselves as they come."""
@@ -58,11 +60,26 @@ class GrowingLayer(DynamicLayer):
         """Give codes, in place, to what gets them with new tokens, the last of those held. Returns as `update` does."""
         before = self.tokens
         self.tokens += new[0].shape[2]
-        for (storage, quantize), x in zip(self.sides, held, strict=True):
+        for side, x in enumerate(held):
+            storage, _ = self.sides[side]
             begin, end = storage.coded_end(before), storage.coded_end(self.tokens)
             if end > begin:
-                x[:, :, begin:end] = quantize(x[:, :, begin:end].float(), begin).to(x.dtype)
+                x[:, :, begin:end] = self._of_codes(side, x, begin, end)
         return held if before else new
+
+    def _of_codes(self, side: int, x: Tensor, begin: int, end: int) -> Tensor:
+        """What the codes of tokens begin ... end - 1 stand for.
+
+        Asks for all whole blocks that are there, also for tokens that stay dense for now: a hundred tokens take hardly
+        longer than one.
+        """
+        storage, quantize = self.sides[side]
+        first, known = self.known.get(side, (begin, x[:, :, :0]))
+        if end > first + known.shape[2]:
+            ready = begin + (self.tokens - begin) // storage.block * storage.block
+            first, known = begin, quantize(x[:, :, begin:ready].float(), begin).to(x.dtype)
+            self.known[side] = first, known
+        return known[:, :, begin - first : end - first]
 
     def crop(self, max_length: int) -> None:
         """Refuse: tokens with codes are not kept dense."""
