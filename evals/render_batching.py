@@ -18,6 +18,13 @@ THEIRS, OURS = "flash", "int4"
 # What the picture shows, and how: a workload that was measured with several sizes of the cache.
 DRAWN_WORKLOAD = "W1"
 DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: ("int4", COLOURS["int4"])}
+# All systems, and the size of the cache in GB with which they are compared on that workload.
+NAMES = {
+    "transformers": "transformers, sdpa",
+    THEIRS: "transformers, FlashAttention-2",
+    "none": "`none`: our pages, bf16",
+}
+COMPARED_GB = 24.0
 
 
 def throughput_table(results: dict[str, Any]) -> str:
@@ -25,24 +32,37 @@ def throughput_table(results: dict[str, Any]) -> str:
     headings = ["requests", "tokens in", "tokens out", "cache", "bf16, tokens/s", "`int4`, tokens/s", "speed-up"]
     headings += ["tokens held: bf16, `int4`", "first token, s: bf16, `int4`"]
     lines = []
-    for found in results["workloads"]:
+    for found in sorted(results["workloads"], key=lambda found: (found["workload"], found["cache_gb"] or float("inf"))):
         rows = {row["system"]: row for row in found["rows"]}
-        both = [rows.get(name) for name in (THEIRS, OURS)]
+        if not {THEIRS, OURS} <= rows.keys():
+            continue
+        both = [rows[name] for name in (THEIRS, OURS)]
         fewest, most = found["new"]
         prompt = f"{found['prompt']:,}, shared" if found["is_shared"] else f"{found['prompt']:,}"
         memory = "all memory" if found["cache_gb"] is None else f"{found['cache_gb']:g} GB"
         cells = [str(found["requests"]), prompt, f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}", memory]
-        cells += ["-" if row is None else f"{row['output_tokens_per_s']:,.0f}" for row in both]
-        cells.append(_ratio(both, "output_tokens_per_s"))
-        cells.append(", ".join("-" if row is None else f"{row['most_held_tokens'] / 1e3:,.0f}k" for row in both))
-        cells.append(", ".join("-" if row is None else f"{row['first_token_s']['median']:.1f}" for row in both))
+        speeds = [row["output_tokens_per_s"] for row in both]
+        cells += [f"{speed:,.0f}" for speed in speeds] + [f"{speeds[1] / speeds[0]:.1f}x"]
+        cells.append(", ".join(f"{row['most_held_tokens'] / 1e3:,.0f}k" for row in both))
+        cells.append(", ".join(f"{row['first_token_s']['median']:.1f}" for row in both))
         lines.append(cells)
     return table(headings, lines)
 
 
-def _ratio(both: list[dict[str, Any] | None], key: str) -> str:
-    theirs, ours = both
-    return "-" if theirs is None or ours is None else f"{ours[key] / theirs[key]:.1f}x"
+def systems_table(results: dict[str, Any]) -> str:
+    """Per system, and for any number of requests of one workload in one size of the cache: tokens per second."""
+    measured = [
+        found
+        for found in results["workloads"]
+        if found["workload"] == DRAWN_WORKLOAD and found["cache_gb"] == COMPARED_GB
+    ]
+    measured.sort(key=lambda found: -found["requests"])
+    speeds = [{row["system"]: f"{row['output_tokens_per_s']:,.0f}" for row in found["rows"]} for found in measured]
+    systems = {name: None for each in [dict.fromkeys(NAMES), *speeds] for name in each}
+    lines = [[NAMES.get(name, f"`{name}`"), *(each.get(name, "-") for each in speeds)] for name in systems]
+    return table(
+        [f"{COMPARED_GB:g} GB of cache, tokens/s", *(f"{found['requests']} requests" for found in measured)], lines
+    )
 
 
 def caption(results: dict[str, Any]) -> str:
@@ -50,9 +70,10 @@ def caption(results: dict[str, Any]) -> str:
     return (
         "Greedy answers to requests that arrive at once, by a model with the shape of Llama-3-8B and random weights. "
         "bf16 is transformers' own continuous batching with FlashAttention-2 for prompts, a Triton kernel for decode "
-        "steps, CUDA graphs and asynchronous batching. Both systems have the same bytes of cache. Tokens held are the "
-        "most at any step; shared ones count for each request. The first token waits for the requests before it. A "
-        f"dash: not measured. {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
+        "steps, CUDA graphs and asynchronous batching. All systems have the same bytes of cache. Tokens held are the "
+        "most at any step; shared ones count for each request. The first token waits for the requests before it. "
+        "Requests of the last table are as in the first line. `none` has one simple kernel for all decode steps. A dash: "
+        f"not measured. {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
         f"{results['date'][:10]}, `evals/results/batching.json`."
     )
 

@@ -128,8 +128,8 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         paragraphs["chunks"] = [render_chunks.chunk_table(results["chunks"]), render_chunks.caption(results["chunks"])]
     if "batching" in results:
         batching = results["batching"]
-        batching_table, batching_caption = render_batching.throughput_table(batching), render_batching.caption(batching)
-        paragraphs["batching"] = [BATCHING_IMAGE, batching_table, batching_caption]
+        tables = render_batching.throughput_table(batching), render_batching.systems_table(batching)
+        paragraphs["batching"] = [BATCHING_IMAGE, *tables, render_batching.caption(batching)]
     for part, name in (("ablation", "ablation"), ("ablation-larger", "ablation_larger")):
         if name in results:
             ablation = results[name], results[f"{name}_outliers"]

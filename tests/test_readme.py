@@ -291,7 +291,13 @@ def batching_results() -> dict[str, Any]:
     unique = {"requests": 512, "prompt": 1024, "new": [128, 896], "is_shared": False, "cache_gb": 24.0}
     shared = {"requests": 256, "prompt": 16384, "new": [512, 512], "is_shared": True, "cache_gb": None}
     card = {key: generate_results()[key] for key in ("torch", "transformers", "gpu", "date")}
-    return {**card, "workloads": [{**unique, "rows": [theirs, ours]}, {**shared, "rows": [ours]}]}
+    few = {
+        **unique,
+        "requests": 51,
+        "rows": [row("transformers", 229.3, 58915, 2.16), row("int8", 3000.4, 58966, 1.28)],
+    }
+    workloads = [{**shared, "workload": "W4", "rows": [ours, theirs]}, {**few, "workload": "W1"}]
+    return {**card, "workloads": [*workloads, {**unique, "workload": "W1", "rows": [theirs, ours]}]}
 
 
 def test_batching_table(renderer: ModuleType) -> None:
@@ -302,14 +308,23 @@ def test_batching_table(renderer: ModuleType) -> None:
     assert rows[2] == [
         "512", "1,024", "128 to 896", "24 GB", "4,616", "8,127", "1.8x", "157k, 562k", "22.3, 9.1",
     ]  # fmt: skip
-    assert rows[3] == ["256", "16,384, shared", "512", "all memory", "-", "8,127", "-", "-, 562k", "-, 9.1"]
+    assert rows[3][:4] == ["256", "16,384, shared", "512", "all memory"] and len(rows) == 4
     assert results["gpu"] in renderer.render_batching.caption(results)
+    lines = renderer.render_batching.systems_table(results).splitlines()
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "---" not in line] == [
+        ["24 GB of cache, tokens/s", "512 requests", "51 requests"],
+        ["transformers, sdpa", "-", "229"],
+        ["transformers, FlashAttention-2", "4,616", "-"],
+        ["`none`: our pages, bf16", "-", "-"],
+        ["`int4`", "8,127", "-"],
+        ["`int8`", "-", "3,000"],
+    ]
 
 
 def test_batching_picture(renderer: ModuleType, tmp_path: Path) -> None:
     """One workload is shown, with as many requests, whatever order its memories were measured in."""
     results = batching_results()
-    unique, shared = results["workloads"]
+    shared, _, unique = results["workloads"]
     sizes = {"flash": 131072, "int4": 34816, "int8": 67584}
 
     def found(memory: float, speeds: dict[str, float], **changed: Any) -> dict[str, Any]:
