@@ -130,6 +130,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         batching = results["batching"]
         tables = render_batching.throughput_table(batching), render_batching.systems_table(batching)
         paragraphs["batching"] = [BATCHING_IMAGE, *tables, render_batching.caption(batching)]
+        paragraphs["summary"][1] += f" {render_batching.gain_sentence(batching)}"
     for part, name in (("ablation", "ablation"), ("ablation-larger", "ablation_larger")):
         if name in results:
             ablation = results[name], results[f"{name}_outliers"]

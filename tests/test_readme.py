@@ -310,6 +310,7 @@ def test_batching_table(renderer: ModuleType) -> None:
     ]  # fmt: skip
     assert rows[3][:4] == ["256", "16,384, shared", "512", "all memory"] and len(rows) == 4
     assert results["gpu"] in renderer.render_batching.caption(results)
+    assert "writes 1.8 to 1.8 times the tokens a second" in renderer.render_batching.gain_sentence(results)
     lines = renderer.render_batching.systems_table(results).splitlines()
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "---" not in line] == [
         ["24 GB of cache, tokens/s", "512 requests", "51 requests"],
