@@ -25,8 +25,8 @@ SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
 # The files that `make mutate` breaks, by parts of their names; empty: all files of its list.
 MUTATIONS ?=
-# The sanitizers run this many times as many random op calls as `make test-all`.
-FUZZ ?= 2
+# The sanitizers run this many times as many random op calls as `make test`.
+FUZZ ?= 4
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,10 +59,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 # Where setup.py puts the package with sanitized CPU kernels, and the tests that run on it: each op against the
-# reference, with every instruction set of the machine, and fuzzing.
+# reference, with every instruction set of the machine, and fuzzing. One run, since torch starts slowly there.
 SANITIZED := build/sanitized/lib
-SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py windows.py blocks.py op_arguments.py) \
-    -k "(cpu- or op_arguments) and not compile and not two_gigabytes and not codes_are_those_of_the_reference"
+SANITIZED_OPS := (cpu- or op_arguments) and not compile and not two_gigabytes and not codes_are_those_of_the_reference
+SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py windows.py blocks.py op_arguments.py \
+    extreme_values.py fuzz_ops.py) \
+    -k "($(SANITIZED_OPS) and not extreme_values) or (extreme_values and sanitize) or fuzz_ops"
 # Python and torch are not instrumented, so libasan is preloaded; libstdc++ too, so that libasan sees exceptions thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
@@ -120,9 +122,7 @@ sanitize-cpu: $(PACKAGES)  ## test and fuzz CPU kernels under the address and un
 	HF_KVQUANT_SANITIZE=1 $(BIN)/python setup.py --quiet build --build-lib $(SANITIZED)
 	export LD_PRELOAD="$(PRELOAD)" PYTHONPATH=$(CURDIR)/$(SANITIZED) HF_KVQUANT_FUZZ=$(FUZZ) \
 	    UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=detect_leaks=0:malloc_context_size=4:quarantine_size_mb=32 && \
-	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) $(SANITIZED_TESTS) && \
-	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) -m sanitize tests/test_extreme_values.py && \
-	$(BIN)/pytest -q --capture=sys --all $(PYTEST_ARGS) tests/test_fuzz_ops.py
+	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) $(SANITIZED_TESTS)
 
 lint: $(PACKAGES)  ## check errors and format with ruff, and that imports point one way
 	$(BIN)/ruff check .
