@@ -27,16 +27,19 @@ NAMES = {
 COMPARED_GB = 24.0
 
 
+def _pairs(results: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """What both systems served, by workload and memory: the workload, their row and ours."""
+    order = sorted(results["workloads"], key=lambda found: (found["workload"], found["cache_gb"] or float("inf")))
+    rows = [(found, {row["system"]: row for row in found["rows"]}) for found in order]
+    return [(found, each[THEIRS], each[OURS]) for found, each in rows if {THEIRS, OURS} <= each.keys()]
+
+
 def throughput_table(results: dict[str, Any]) -> str:
     """Per workload and memory: tokens per second, how many are held, and the wait for the first, of both systems."""
     headings = ["requests", "tokens in", "tokens out", "cache", "bf16, tokens/s", "`int4`, tokens/s", "speed-up"]
     headings += ["tokens held: bf16, `int4`", "first token, s: bf16, `int4`"]
     lines = []
-    for found in sorted(results["workloads"], key=lambda found: (found["workload"], found["cache_gb"] or float("inf"))):
-        rows = {row["system"]: row for row in found["rows"]}
-        if not {THEIRS, OURS} <= rows.keys():
-            continue
-        both = [rows[name] for name in (THEIRS, OURS)]
+    for found, *both in _pairs(results):
         fewest, most = found["new"]
         prompt = f"{found['prompt']:,}, shared" if found["is_shared"] else f"{found['prompt']:,}"
         memory = "all memory" if found["cache_gb"] is None else f"{found['cache_gb']:g} GB"
@@ -51,8 +54,7 @@ def throughput_table(results: dict[str, Any]) -> str:
 
 def gain_sentence(results: dict[str, Any]) -> str:
     """The range of speed-ups over all workloads that both systems served."""
-    speeds = [{row["system"]: row["output_tokens_per_s"] for row in found["rows"]} for found in results["workloads"]]
-    gains = [each[OURS] / each[THEIRS] for each in speeds if {THEIRS, OURS} <= each.keys()]
+    gains = [ours["output_tokens_per_s"] / theirs["output_tokens_per_s"] for _, theirs, ours in _pairs(results)]
     return (
         f"In continuous batching, `{OURS}` writes {min(gains):.1f} to {max(gains):.1f} times the tokens a second of "
         "transformers' own pages of the same size."
@@ -68,7 +70,7 @@ def systems_table(results: dict[str, Any]) -> str:
     ]
     measured.sort(key=lambda found: -found["requests"])
     speeds = [{row["system"]: f"{row['output_tokens_per_s']:,.0f}" for row in found["rows"]} for found in measured]
-    systems = {name: None for each in [dict.fromkeys(NAMES), *speeds] for name in each}
+    systems = dict.fromkeys([*NAMES, *(name for each in speeds for name in each)])
     lines = [[NAMES.get(name, f"`{name}`"), *(each.get(name, "-") for each in speeds)] for name in systems]
     return table(
         [f"{COMPARED_GB:g} GB of cache, tokens/s", *(f"{found['requests']} requests" for found in measured)], lines

@@ -149,8 +149,8 @@ def reading(recipes: Mapping[str, Recipe], length: int, is_chosen: bool) -> dict
 def within(budgets: Sequence[float], subject: Subject, sample: Tensor) -> dict[str, Recipe]:
     """The recipes of budgets, found on tokens that are not measured."""
     found: dict[str, Recipe] = {}
+    text = str(subject.tokenizer.decode(sample)) if budgets else ""
     for bits in budgets:
-        text = str(subject.tokenizer.decode(sample))
         try:
             recipe = of_budget(bits, subject.model, subject.tokenizer, text)
         except (NotImplementedError, ValueError) as error:
