@@ -70,6 +70,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
+from hf_kvquant.ops.schemas import dequantize_reference
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
@@ -356,8 +357,31 @@ def time_prompt(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int
     return timing
 
 
+def time_dense(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int, replays: int) -> Timing:
+    """Time of dequantising whole sequences, with the named transforms taken back from keys.
+
+    Raises:
+        SystemExit: A result is not that of the reference.
+    """
+    layout = KVLayout(*PRESETS[preset])
+    lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=DEVICE)
+    transform = random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE)
+    planes = [(random_planes(shape, layout.key), random_planes(shape, layout.value)) for _ in range(num_sets)]
+    operands = [ops.Operands(*each, layout, transform) for each in planes]
+    options: dict[str, Any] = {"begin": 0, "num_tokens": shape.context, "dtype": DTYPE}
+
+    def run(i: int) -> tuple[Tensor, Tensor]:
+        return operands[i].dequantize(lengths, None, **options)
+
+    timing = time_calls(run, num_sets, replays)
+    expected = dequantize_reference(layout, planes[0], transform, lengths=lengths, starts=None, num_seen=0, **options)
+    if not all(map(torch.equal, run(0), expected)):
+        raise SystemExit(f"bench_decode: dense, {preset}: the result is not that of the reference.")
+    return timing
+
+
 def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
-    """Quantisation of a prompt, compared with a copy that reads and writes as many bytes in total."""
+    """Quantisation of a prompt, and back, compared with a copy that reads and writes as many bytes in total."""
     batch, num_kv_heads, head_dim, tokens = PROMPT
     shape = Shape(batch, num_kv_heads, num_kv_heads, head_dim, tokens)
     num_bytes = bytes_held(shape, PRESETS[preset]) + bytes_held(shape, PRESETS["none"])
@@ -380,11 +404,13 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
             "share": gbps / copy_gbps,
         }
 
-    return {"preset": preset, **described(timing), **({} if plain is None else {"plain": described(plain)})}
+    dense = described(time_dense(shape, preset, names, num_sets, replays))
+    others = {} if plain is None else {"plain": described(plain)}
+    return {"preset": preset, **described(timing), **others, "dense": dense}
 
 
 # What a row was also measured with: the key of these figures, and how tables call them.
-_ALSO = {"plain": "plain keys", "pages": "pages", "planned": "split plan"}
+_ALSO = {"plain": "plain keys", "dense": "dequantised", "pages": "pages", "planned": "split plan"}
 
 
 def with_others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -472,6 +498,7 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
         text = {
             "share": f"{measured:.1%}",
             "planned": f"{measured:.1%}",
+            "dense": f"{measured:.1%}",
             "us": f"{measured:.2f} us",
             "times": f"{measured:.2f} times",
             "points": f"{measured:.1f} points",

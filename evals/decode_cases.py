@@ -156,8 +156,8 @@ class Goal:
     Attributes:
         unit: `"planned"`, the share of the read bandwidth with a split plan. For plain keys: `"share"` without one,
             `"us"`, or `"times"` as fast as the best of `peers`. Or `"points"`, the percentage points by which one
-            transform lowers the share.
-        case: A name of `CASES`; or `"prompt"`, where `"share"` is of the copy bandwidth.
+            transform lowers the share. Or `"dense"`, the share of the copy bandwidth of dequantising.
+        case: A name of `CASES`; or `"prompt"`, where `"share"` is of the copy bandwidth, too.
         preset: A name of `PRESETS`.
         value: The threshold.
         peers: How the names of these peers start; only for `"times"`.
@@ -176,6 +176,7 @@ class Goal:
             "planned": f"at least {self.value:.0%} of read bandwidth with a split plan",
             "us": f"at most {self.value:g} us",
             "times": f"at least {self.value:g} times {self.peers}",
+            "dense": f"dequantised at {self.value:.0%} of copy bandwidth or more",
             "points": f"a transform takes at most {self.value:g} points of read bandwidth",
         }
         return f"{self.preset} at {self.case}: {what[self.unit]}"
@@ -202,6 +203,7 @@ def _goals() -> Iterable[Goal]:
     yield Goal("times", "512x8k-1head", "int4", 3.6, "int4 FBGEMM")
     yield Goal("times", "64x8k", "fp8", 1.45, "fp8 FlashInfer wrapper")
     yield from (Goal("share", "prompt", preset, 0.70) for preset in main)
+    yield from (Goal("dense", "prompt", preset, 0.80) for preset in main)
     yield from (Goal("planned", "64x16k-padded", *goal) for goal in (("int8", 0.85), ("int4", 0.80)))
     yield from (Goal("points", case, preset, 3) for case in SINGLE_CASES for preset in main)
 
@@ -230,9 +232,9 @@ def _measured(results: dict[str, Any], goal: Goal) -> float | None:
     row = next((row for row in rows if row["preset"] == goal.preset), None)
     if row is None:
         return None
-    if goal.unit == "planned":
-        planned: dict[str, float] = row.get("planned", {})
-        return planned.get("share")
+    if goal.unit in ("planned", "dense"):
+        also: dict[str, float] = row.get(goal.unit, {})
+        return also.get("share")
     plain: dict[str, float] = row.get("plain", row)
     if goal.unit == "points":
         singles = row.get("single", {}).values()

@@ -209,6 +209,8 @@ def test_bench_results(
     assert 3 <= ragged["shape"]["num_tokens"] < 3 * 70
     assert ragged["rows"][0]["bytes"] == ragged["shape"]["num_tokens"] * 2 * 2 * (40 + 2)
     assert [row["preset"] for row in results["prompt"]] == ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
+    dense = results["prompt"][-1]["dense"]  # the way back: as many bytes in as many microseconds
+    assert dense["share"] == results["prompt"][-1]["share"] and "fp8, dequantised" in printed
     # Presets that transform keys are timed without as well.
     assert rows["int8"]["plain"]["share"] == rows["int8"]["share"] and "plain" not in rows["fp8"]
     assert list(rows["int4"]["single"]) == ["center", "smooth", "rotate"] and "single" not in rows["fp8"]
@@ -225,6 +227,8 @@ def test_bench_results(
     assert "int8, split plan" in printed and "planned" not in ragged["rows"][0]
     checks = {(check["unit"], check["case"], check["preset"]): check for check in results["checks"]}
     assert checks["planned", "64x16k-padded", "int4"]["measured"] == padded["rows"][1]["planned"]["share"]
+    assert checks["dense", "prompt", "int8"]["measured"] == results["prompt"][0]["dense"]["share"]
+    assert "int8 at prompt: dequantised at 80% of copy bandwidth or more" in printed
     assert "int4 at 64x16k-padded: at least 80% of read bandwidth with a split plan" in printed
     # A few GB/s of 100 miss a share; what was not measured is neither reached nor missed.
     assert checks["share", "64x8k", "int8"]["reached"] is False
