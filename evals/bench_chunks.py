@@ -8,6 +8,8 @@ that are in the cache already; to append them takes microseconds. The peers atte
 - `flash`: PyTorch's FlashAttention-2, which takes fewer key than query heads, causal at the end.
 - `cudnn`: the same without a causal mask, since PyTorch's cuDNN attention cannot align one with the last token. It
   computes a little more than it would have to.
+- `fa2` and, on Hopper, `fa3`: FlashInfer's kernels of these generations, causal at the end, if the package is
+  installed. It compiles them at first use, which takes minutes. Its planning is not timed.
 
 Each result is checked against the reference on a few rows. Calls are timed as in `bench_decode.py`: replays of a CUDA
 graph over buffers that are cold in L2, so the host's time does not count. A call that cannot be captured is timed back
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 from bench_decode import random_planes
 from decode_cases import DEVICE, DTYPE, Shape, bytes_held, thousands
+from decode_peers import peer_versions
 from gpu_timing import MIN_CALLS, Forms, Timing, sets_needed, time_calls
 from render_chunks import COMPARED
 from results_files import write_results
@@ -54,7 +57,7 @@ CHECKED_ROWS = 16  # of the newest tokens of the last sequence
 LONG = 1024
 REPLAYS, LONG_REPLAYS = 20, 5
 FEW = (4, 8, 16)  # new tokens that are compared with one
-PEERS = ("flash", "cudnn")
+WORKSPACE_BYTES = 512 * 2**20  # of FlashInfer
 
 
 def timed(run: Callable[[int], object], num_sets: int, num_new: int) -> Timing:
@@ -64,7 +67,7 @@ def timed(run: Callable[[int], object], num_sets: int, num_new: int) -> Timing:
 
 
 def peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
-    """PyTorch's attention by name, for a query `[batch, heads, tokens, head_dim]` and sets of such keys and values."""
+    """Other attention by name, for a query `[batch, heads, tokens, head_dim]` and sets of such keys and values."""
     aten = torch.ops.aten
     return {
         "flash": lambda i: aten._scaled_dot_product_flash_attention(
@@ -73,7 +76,33 @@ def peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
         "cudnn": lambda i: aten._scaled_dot_product_cudnn_attention(
             query, keys[i], values[i], None, True, 0.0, False, False
         ),
+        **flashinfer_peers(query, keys, values),
     }
+
+
+def flashinfer_peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
+    """FlashInfer's attention by name, over the same memory with tokens outside of heads; empty without the package."""
+    try:
+        from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
+    except ImportError:
+        return {}
+    _, batch, num_kv_heads, length, head_dim = keys.shape
+    num_q_heads, num_new = query.shape[1:3]
+    rows = query.view(batch * num_new, num_q_heads, head_dim)
+    key_rows, value_rows = (x.view(-1, batch * length, num_kv_heads, head_dim) for x in (keys, values))
+    starts, kv_starts = (
+        torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * tokens for tokens in (num_new, length)
+    )
+
+    def form(backend: str) -> Callable[[int], Tensor]:
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE)
+        wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
+        heads = num_q_heads, num_kv_heads, head_dim
+        wrapper.plan(starts, kv_starts, *heads, causal=True, q_data_type=DTYPE, kv_data_type=DTYPE)
+        return lambda i: wrapper.run(rows, key_rows[i], value_rows[i])
+
+    is_hopper = torch.cuda.get_device_capability(DEVICE)[0] == 9
+    return {backend: form(backend) for backend in (("fa2", "fa3") if is_hopper else ("fa2",))}
 
 
 def check(out: Tensor, query: Tensor, planes: tuple[Any, Any], layout: KVLayout, length: int) -> float:
@@ -131,8 +160,8 @@ def add_ratios(cases: list[dict[str, Any]]) -> None:
     """Add how many times as fast a preset is as the fastest bf16 kernel, and what few tokens cost against one."""
     one = {(case["batch"], case["length"]): case["us"] for case in cases if case["num_new"] == 1}
     for case in cases:
-        fastest = min(case["us"][name] for name in PEERS)
-        case["speedup"] = {name: fastest / us for name, us in case["us"].items() if name not in PEERS}
+        fastest = min(us for name, us in case["us"].items() if name not in PRESETS)
+        case["speedup"] = {name: fastest / us for name, us in case["us"].items() if name in PRESETS}
         single = one.get((case["batch"], case["length"])) if case["num_new"] in FEW else None
         case["over_one"] = None if single is None else {name: us / single[name] for name, us in case["us"].items()}
 
@@ -166,7 +195,8 @@ def main() -> None:
         raise SystemExit("bench_chunks: needs a GPU and an extension built with CUDA.")
     started = time.perf_counter()
     torch.manual_seed(0)
-    results = {**card(), **gpu_card(), "head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
+    described = {**card(), **gpu_card(), "peer_versions": peer_versions()}
+    results = {**described, "head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
     for batch, length, num_new in CASES:
         results["cases"].append(measure(batch, length, num_new, arguments.presets, arguments.head_dim))
         torch.cuda.empty_cache()

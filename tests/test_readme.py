@@ -265,19 +265,20 @@ def test_scenario_table(renderer: ModuleType) -> None:
 
 def chunk_results() -> dict[str, Any]:
     """A results file of bench_chunks.py with one case."""
-    us = {"flash": 1511.4, "cudnn": 799.0, "int8": 1145.0, "int4": 710.0, "fp8": 1200.0}
+    us = {"flash": 1511.4, "cudnn": 799.0, "fa3": 850.0, "int8": 1145.0, "int4": 710.0, "fp8": 1200.0}
     speedup = {"int8": 0.698, "int4": 1.125, "fp8": 0.666}
     case = {"batch": 1, "length": 32768, "num_new": 1024, "us": us, "speedup": speedup}
     card = {"gpu": "Some GPU", "torch": "2.11.0", "date": "2026-11-24 10:00 UTC", "head_dim": 128}
-    return {**card, "cases": [case]}
+    return {**card, "peer_versions": {"flashinfer-python": "0.7.2"}, "cases": [case]}
 
 
 def test_chunk_table(renderer: ModuleType) -> None:
     lines = renderer.render_chunks.chunk_table(chunk_results()).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert rows[0][1:5] == ["flash, bf16, µs", "cuDNN, bf16, µs", "`int8`, µs", "`int4`, µs"]
-    assert rows[2:] == [["1 x 32k + 1,024", "1,511", "799", "1,145", "710", "0.70x", "1.12x"]]
-    assert "Some GPU, torch 2.11.0, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
+    peers = ["flash, bf16, µs", "cuDNN, bf16, µs", "FlashInfer FA3, bf16, µs"]
+    assert rows[0][1:6] == [*peers, "`int8`, µs", "`int4`, µs"]
+    assert rows[2:] == [["1 x 32k + 1,024", "1,511", "799", "850", "1,145", "710", "0.70x", "1.12x"]]
+    assert "Some GPU, torch 2.11.0, flashinfer 0.7.2, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
 
 
 def batching_results() -> dict[str, Any]:
