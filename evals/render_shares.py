@@ -1,4 +1,4 @@
-"""Two tables of `bench_decode.py` for the pages: presets below four bits, and batches of unequal lengths.
+"""Tables of `bench_decode.py` for the pages: presets below four bits, batches of unequal lengths, whole prompts.
 
 `render_readme.py` puts them into the pages.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from typing import Any
+
+from decode_cases import PROMPT, thousands
 
 from hf_kvquant.common.tables import markdown_table as table
 
@@ -48,6 +50,25 @@ def uneven_caption(results: dict[str, Any]) -> str:
     return (
         "Share of the read bandwidth in a decode step over sequences whose lengths are spread evenly over a range. The "
         f"plan is made once a step and not counted. {_origin(results)}, `evals/results/decode_uneven.json`."
+    )
+
+
+def prompt_table(results: dict[str, Any]) -> str:
+    """Per preset: the time of quantising a prompt and of the way back, and their shares of a copy's bandwidth."""
+    lines = [
+        [f"`{row['preset']}`", *(f"{each['median_us']:.0f} ({each['share']:.0%})" for each in (row, row["dense"]))]
+        for row in results["prompt"]
+    ]
+    return table(["preset", "quantise, µs", "dequantise, µs"], lines)
+
+
+def prompt_caption(results: dict[str, Any]) -> str:
+    """What was measured."""
+    batch, num_kv_heads, head_dim, tokens = PROMPT
+    return (
+        f"Keys and values of one layer, {batch} x {thousands(tokens)} tokens with {num_kv_heads} heads of {head_dim}, "
+        "and in brackets the share of the bandwidth of a copy. Prompts are quantised once. Only attention that no "
+        f"kernel serves dequantises. {_origin(results)}, `evals/results/dequantize.json`."
     )
 
 

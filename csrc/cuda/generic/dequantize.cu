@@ -1,8 +1,10 @@
 // Dense keys and values for attention that no kernel serves, bit for bit as reference.dequantize_tokens. A lane has
 // eight channels of a few tokens at a time, so a warp has several rows side by side, and writes them without gaps.
 //
-// Of what a copy reaches, transformed keys reach 49 to 54 % (H200, 2026-11; others 80 and more): the rotation takes some
-// twelve instructions and four shuffles a channel. To rotate four tokens together gave int8 60 % and int4 48 %.
+// Of what a copy reaches, formats without key transforms reach 72 to 92 %, with them 47 to 58 % (H200, 2026-11,
+// evals/results/dequantize.json): a rotation takes some twelve instructions and four shuffles a channel, so a row of 128
+// channels takes 16 cycles to issue and 16 to shuffle, and the memory is ready for the next one after 17. To rotate four
+// tokens together gave int8 60 % and int4 48 %.
 #include <algorithm>
 
 #include "../common/codes.cuh"
