@@ -425,6 +425,17 @@ def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
             assert same > 0.8 * 12 * len(prompts)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one() -> None:
+    """As in the second process of `accelerate launch`. The first manager warms up in the thread of the caller."""
+    model = models.on("cuda:1", long_llama())
+    with patched(model, "int4"):
+        expected = [alone(model, prompt, 12) for prompt in PROMPTS]
+        with managed(model, 12, num_blocks=20) as manager:
+            assert [answers(manager, PROMPTS) for _ in range(2)] == [expected, expected]
+    assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 @pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 7), ("int4-channel", 10), (K4V2, 10)], ids=str)
 def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory(preset: Any, num_blocks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -154,6 +155,12 @@ class Manager(ContinuousBatchingManager):
         """Set the attention of `generate` again, unless something else has been set meanwhile."""
         if text_config_of(model)._attn_implementation == self._paged_attention:
             set_attention(model, self._attention)
+
+    def warmup(self) -> None:
+        """See `ContinuousBatchingManager`. Graphs are of the model's device; upstream takes the current one (5.23)."""
+        device = self.model.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            super().warmup()
 
     def start(self) -> None:
         """See `ContinuousBatchingManager`."""
