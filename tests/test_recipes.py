@@ -47,6 +47,7 @@ from hf_kvquant.evaluation.recipes.measure import fitting, prompts_of
 from hf_kvquant.evaluation.recipes.sample import collected, layers_of_model, rope_of
 from hf_kvquant.models.probing import forward
 from hf_kvquant.spec.reference import rotate
+from hf_kvquant.transforms.of_model import key_transforms
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "evals" / "reference_model"
@@ -366,6 +367,19 @@ def test_our_presets_are_our_cache(name: str, model: PreTrainedModel, layers: li
         found = growing.update(key[:, :, begin:end], value[:, :, begin:end])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels show what codes stand for on a GPU alone")
+@pytest.mark.parametrize("tokens", [1, 129])
+@pytest.mark.parametrize("recipe", ours.RECIPES, ids=lambda recipe: recipe.name)
+def test_our_presets_are_their_reference_on_a_gpu(recipe: ours.Preset, tokens: int, layers: list[Layer]) -> None:
+    x, formats = drawn(seed=6)[:, :, :tokens].cuda(), recipe.config.formats(0)
+    if formats.key.block_size is not None:
+        pytest.skip("whole blocks are quantised by the reference")
+    transform = key_transforms(layers[0].model, recipe.config).get(0)
+    by_reference = ours._by_reference(formats.key, transform), ours._by_reference(formats.value, None)
+    for quantize, reference in zip(recipe.quantizers(layers[0]), by_reference, strict=True):
+        assert torch.equal(quantize(x, 0), reference(x, 0))
 
 
 def test_dense_tokens_can_be_the_same_for_all() -> None:

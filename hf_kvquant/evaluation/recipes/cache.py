@@ -41,11 +41,45 @@ def check_served(model: PreTrainedModel) -> None:
         )
 
 
-class GrowingLayer(DynamicLayer):
+class RoomyLayer(DynamicLayer):
+    """One layer of transformers' growing cache, with room for more tokens than it holds.
+
+    transformers copies all tokens with each new one, to a place of another size.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._buffers: list[Tensor] = []  # keys and values, `[batch, num_kv_heads, room, head_dim]`
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add tokens, and return all, in memory that stays where it is until the room is full."""
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[2]
+        new = key_states, value_states
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._buffers = [x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in new]
+        if end > self._buffers[0].shape[2]:
+            room = max(end, begin * 3 // 2)
+            grown = [x.new_empty(*x.shape[:2], room, x.shape[3]) for x in new]
+            for after, before in zip(grown, self._buffers, strict=True):
+                after[:, :, :begin] = before[:, :, :begin]
+            self._buffers = grown
+        for buffer, x in zip(self._buffers, new, strict=True):
+            buffer[:, :, begin:end] = x
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def crop(self, max_length: int) -> None:
+        """Refuse: tokens with codes are not kept dense."""
+        raise NotImplementedError("recipes: `crop` must not be called, got a crop. Use sampling without assistants.")
+
+
+class GrowingLayer(RoomyLayer):
     """One layer of a growing cache. Holds each token dense until it gets codes, then what these stand for."""
 
     def __init__(self, storages: Sequence[Storage], quantizers: Sequence[Quantize]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.sides = tuple(zip(storages, quantizers, strict=True))
         self.tokens = 0
         # By side: a position, and what the codes of tokens from there on stand for.
@@ -80,16 +114,12 @@ class GrowingLayer(DynamicLayer):
             self.known[side] = first, known
         return known[:, :, begin - first : end - first]
 
-    def crop(self, max_length: int) -> None:
-        """Refuse: tokens with codes are not kept dense."""
-        raise NotImplementedError("recipes: `crop` must not be called, got a crop. Use sampling without assistants.")
 
-
-class JointLayer(DynamicLayer):
+class JointLayer(RoomyLayer):
     """One layer of several caches that grow together, each with as many rows of the batch, one after the other."""
 
     def __init__(self, layers: Sequence[DynamicLayer]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.layers = layers
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -149,6 +179,11 @@ class TextLayer(DynamicLayer, SimulatingLayer):
 def recipe_cache(model: PreTrainedModel, recipe: Recipe, quantizers: Quantizers) -> DynamicCache:
     """An empty growing cache."""
     return _cache(model, lambda index: GrowingLayer((recipe.key, recipe.value), quantizers[index]))
+
+
+def plain_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty growing cache that quantises nothing."""
+    return _cache(model, lambda index: RoomyLayer())
 
 
 def joint_cache(caches: Sequence[DynamicCache]) -> DynamicCache:

@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ...models.probing import forward
 from ..measuring.fidelity import surprise
 from ..paired import mean_and_error
-from .cache import joint_cache
+from .cache import joint_cache, plain_cache
 
 SCORED_TOGETHER = 64  # tokens that the unquantised cache reads at a time
 FIRST_BUCKET = 128  # tokens of the first bucket of lengths; each later one is as long as all before it
@@ -95,7 +95,7 @@ class _Reader:
 
     def __init__(self, model: PreTrainedModel, prompts: Tensor) -> None:
         self.model = model
-        self.cache = DynamicCache(config=model.config)
+        self.cache = plain_cache(model)
         self.newest = _newest(model, prompts, self.cache).unsqueeze(1)
 
     def score(self, ids: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:

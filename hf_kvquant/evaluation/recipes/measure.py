@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from ...models.text_config import context_of
 from ..errors import UsageError
@@ -21,7 +20,7 @@ from ..preparation import Subject
 from ..provenance import sha256
 from ..records import RunRecord, measuring, open_record
 from . import drift, needles, quality
-from .cache import FIRST_CHUNK, Quantizers, recipe_cache
+from .cache import FIRST_CHUNK, Quantizers, plain_cache, recipe_cache
 from .interface import Layer, Recipe
 from .ours import of_budget
 from .sample import layers_of_model
@@ -213,9 +212,7 @@ def fill(
         for names in (writers[begin : begin + together] for begin in range(0, len(writers), together)):
             tell(doing=f"texts of {', '.join(names)}")
             caches = [
-                recipe_cache(model, recipes[name], quantizers[name])
-                if name in recipes
-                else DynamicCache(config=model.config)
+                recipe_cache(model, recipes[name], quantizers[name]) if name in recipes else plain_cache(model)
                 for name in names
             ]
             seed = plan.options.seed

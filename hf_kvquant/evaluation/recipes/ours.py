@@ -7,17 +7,21 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...config import PRESETS, KVQuantConfig, LayerFormats
 from ...models.layers import layers_of
 from ...models.text_config import text_config_of
+from ...ops.kernels import CPU_STORAGES, has_kernel
+from ...ops.operands import Operands
 from ...preflight.check import run_preflight
 from ...presets import PRESET_WINDOWS
 from ...spec import reference
 from ...spec.formats import KVFormat
 from ...spec.key_transform import KeyTransform
+from ...spec.layout import KVLayout
 from ...transforms.of_model import key_transforms
 from ..measuring.fidelity import UNQUANTIZED
 from .interface import DENSE_BITS, Layer, Quantize, Recipe, Storage
@@ -40,7 +44,7 @@ class Preset(Recipe):
         except ValueError as error:
             raise self.refuse(layer, "a head_dim that the preset serves", layer.head_dim) from error
         transform = key_transforms(layer.model, self.config).get(layer.index)
-        return _by_reference(formats.key, transform), _by_reference(formats.value, None)
+        return _by_kernels(formats.key, transform), _by_kernels(formats.value, None)
 
     def shared_bytes(self, num_kv_heads: int, head_dim: int) -> float:
         """Of a centre, in float32."""
@@ -124,6 +128,29 @@ def _by_reference(side: KVFormat, transform: KeyTransform | None) -> Quantize:
         placed = None if transform is None else transform.to(x.device)
         planes = reference.quantize(x if placed is None else reference.transform_key(x, placed), side)
         return reference.dequantize(planes, side, key_transform=placed)
+
+    return quantize
+
+
+def _by_kernels(side: KVFormat, transform: KeyTransform | None) -> Quantize:
+    """The same bits by two kernels, where they serve. The reference takes a hundred small ones on a GPU.
+
+    Like the reference, for keys with their transform, or for values without.
+    """
+    by_reference, layout = _by_reference(side, transform), KVLayout(side, PRESETS[UNQUANTIZED][1])
+    is_served = side.block_size is None and side.storage not in CPU_STORAGES
+
+    def quantize(x: Tensor, start: int) -> Tensor:
+        batch, num_kv_heads, tokens, head_dim = x.shape
+        if not (is_served and x.is_cuda and has_kernel(x.device, head_dim)):
+            return by_reference(x, start)
+        capacity = -(-tokens // side.token_alignment) * side.token_alignment
+        shape = batch, num_kv_heads, head_dim, head_dim
+        planes = layout.allocate(shape, capacity, dtype=x.dtype, device=x.device)
+        operands = Operands(*planes, layout, None if transform is None else transform.to(x.device))
+        lengths = torch.full((batch,), tokens, dtype=torch.int32, device=x.device)
+        operands.append(x, x, lengths)
+        return operands.dequantize(lengths, None, begin=0, num_tokens=tokens, dtype=x.dtype)[0]
 
     return quantize
 
