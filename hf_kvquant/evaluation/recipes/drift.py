@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ...models.probing import forward
@@ -37,7 +38,12 @@ class Drift:
     nll: Tensor  # `[texts, tokens]` float32, nats: of each token, under the unquantised cache
 
 
+# Not cuDNN, which plans anew for each number of tokens: 7 instead of 42 ms a step (12 layers, bf16, H200, torch 2.11).
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 @torch.inference_mode()
+@sdpa_kernel(_ATTENTION)
 def write(
     model: PreTrainedModel,
     prompts: Tensor,
