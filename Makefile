@@ -30,9 +30,10 @@ FUZZ ?= 4
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Stamps: tools that compile the extension; the package with its extension; packages for tests, evaluations and checks
-# (which `make demo` does not need).
+# Stamps: tools that compile the extension; the extension; the package; packages for tests, evaluations and checks (which
+# `make demo` does not need).
 TOOLS := $(VENV)/tools.stamp
+COMPILED := $(VENV)/compiled.stamp
 INSTALLED := $(VENV)/installed.stamp
 PACKAGES := $(VENV)/packages.stamp
 DOCS := $(VENV)/docs.stamp
@@ -168,7 +169,7 @@ hub: $(HUB_TOOLS)/stamp  ## build the ops for the kernels hub in build/hub, and 
 	    build/hub)
 
 clean:  ## remove what was built, keep .venv
-	rm -rf build dist *.egg-info hf_kvquant/*.so $(INSTALLED)
+	rm -rf build dist *.egg-info hf_kvquant/*.so $(COMPILED) $(INSTALLED)
 
 distclean: clean  ## remove .venv too
 	rm -rf $(VENV)
@@ -181,8 +182,11 @@ $(TOOLS): requirements.txt
 	@touch $@
 
 # Compiles before installing, since pip would not show the progress.
-$(INSTALLED): $(TOOLS) $(BUILD_INPUTS)
+$(COMPILED): $(TOOLS) $(BUILD_INPUTS)
 	$(call step,compiling,$(BIN)/python setup.py build_ext --inplace)
+	@touch $@
+
+$(INSTALLED): $(COMPILED)
 	$(call step,installing the package,$(BIN)/pip install --quiet --constraint requirements.txt --no-build-isolation \
 	    --editable .)
 	@touch $@
