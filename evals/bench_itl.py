@@ -11,9 +11,10 @@ Method:
 - Random weights of Llama-3-8B's shape, all layers. The cache is filled with random keys and values instead of a
   prefill. Then `generate` makes new tokens, timed as in `bench_generate.py`. The last of them fills the context, and a
   row counts the tokens held in the middle of the timed steps.
-- Arms: every preset, captured (`none` is bf16), and transformers' dynamic and compiled static cache in bf16. The static
-  cache attends to its whole capacity, so it gets that of the context, and compiles anew for each. That takes about
-  20 s, so it is measured only at the shortest context of a batch and at the longest up to 32k.
+- Arms: every preset, captured (`none` is bf16), and transformers' dynamic and compiled static cache in bf16. The
+  dynamic cache is also measured without cuDNN's attention, which PyTorch plans anew in each step. The static cache
+  attends to its whole capacity, so it gets that of the context, and compiles anew for each. That takes about 20 s, so
+  it is measured only at the shortest context of a batch and at the longest up to 32k.
 - The slope is that of least squares, per 1,000 tokens of all sequences together. The break-even context is in tokens of
   each sequence. It is interpolated between the measured contexts: from there on, to the end of what was measured, the
   preset is faster than every bf16 arm.
@@ -43,11 +44,11 @@ from hf_kvquant import PRESETS
 from hf_kvquant.evaluation.provenance import gpu_state
 
 ARMS: dict[str, System] = {
-    "dynamic": SYSTEMS["dynamic"],
+    **{name: SYSTEMS[name] for name in ("dynamic", "dynamic-no-cudnn")},
     **{preset: functools.partial(ours, preset=preset, capture=True) for preset in PRESETS},
     "static": SYSTEMS["static"],  # last, since it takes longest
 }
-BF16_ARMS = ("dynamic", "static", "none")
+BF16_ARMS = ("dynamic", "dynamic-no-cudnn", "static", "none")
 DEFAULT_CASES = "1x1k 1x4k 1x16k 1x32k 1x64k 1x128k 8x1k 8x16k 8x64k".split()
 # The most tokens of a context at which the static cache is measured beside the shortest one.
 LONGEST_COMPILED = 32 * 1024

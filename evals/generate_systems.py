@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_kvquant import KVQuantCache, patched
+from hf_kvquant.attention.backends import without_cudnn
 
 # Tokens of the prompt on which a system is warmed up, and compiles.
 WARM_UP_CONTEXT = 64
@@ -31,6 +32,13 @@ System = Callable[[Any, int], contextlib.AbstractContextManager[Callable[[], dic
 def transformers_cache(model: Any, capacity: int, **arguments: Any) -> Iterator[Callable[[], dict[str, Any]]]:
     """A cache that `generate` makes itself."""
     yield lambda: arguments
+
+
+@contextlib.contextmanager
+def cache_without_cudnn(model: Any, capacity: int) -> Iterator[Callable[[], dict[str, Any]]]:
+    """transformers' growing cache, without the attention of PyTorch that plans anew in each step."""
+    with without_cudnn():
+        yield dict
 
 
 @contextlib.contextmanager
@@ -58,6 +66,7 @@ def _quantized(**config: Any) -> System:
 
 SYSTEMS: dict[str, System] = {
     "dynamic": transformers_cache,
+    "dynamic-no-cudnn": cache_without_cudnn,
     "static": static_cache,
     "quanto-int4": _quantized(backend="quanto", nbits=4, axis_key=0, axis_value=0),
     "hqq-int4": _quantized(backend="hqq", nbits=4, axis_key=1, axis_value=1),

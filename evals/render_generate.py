@@ -20,6 +20,7 @@ SYSTEMS = {
 }
 SCENARIO_SYSTEMS = {
     "dynamic": "transformers, dynamic",
+    "dynamic-no-cudnn": "transformers, dynamic, without cuDNN",
     "static": "transformers, static",
     "int8": "`int8`",
     "int4": "`int4`",

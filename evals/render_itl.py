@@ -14,7 +14,12 @@ from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.evaluation.report.plots import PALETTE, label, picture
 
 # The caches of bf16, by their names in bench_itl.py.
-NAMES = {"dynamic": "transformers, dynamic", "static": "transformers, static", "none": "bf16, captured"}
+NAMES = {
+    "dynamic": "transformers, dynamic",
+    "dynamic-no-cudnn": "transformers, dynamic, without cuDNN",
+    "static": "transformers, static",
+    "none": "bf16, captured",
+}
 # What the picture shows, and how. Steps with the dynamic cache take several times as long, whatever the context.
 DRAWN = {
     "static": {"color": COLOURS[UNQUANTISED], "linestyle": "--"},

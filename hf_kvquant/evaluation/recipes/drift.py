@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from ...attention.backends import without_cudnn
 from ...models.probing import forward
 from ..measuring.fidelity import surprise
 from ..paired import mean_and_error
@@ -38,12 +38,7 @@ class Drift:
     nll: Tensor  # `[texts, tokens]` float32, nats: of each token, under the unquantised cache
 
 
-# Not cuDNN, which plans anew for each number of tokens: 7 instead of 42 ms a step (12 layers, bf16, H200, torch 2.11).
-_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
 @torch.inference_mode()
-@sdpa_kernel(_ATTENTION)
 def write(
     model: PreTrainedModel,
     prompts: Tensor,
@@ -93,7 +88,8 @@ def _drawn(log_probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 def _newest(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
     """Log-probabilities of the token behind the last one, `[texts, vocab_size]` float32."""
-    return forward(model, ids, cache=cache)[:, -1].float().log_softmax(-1)
+    with without_cudnn():
+        return forward(model, ids, cache=cache)[:, -1].float().log_softmax(-1)
 
 
 class _Reader:
