@@ -561,6 +561,21 @@ def test_several_queries_see_up_to_themselves(engine: str, formats: tuple[KVForm
         run_decode(engine, case, sliding_window=(0, 40)[i % 3 == 0], **extras_for(case, name))
 
 
+@pytest.mark.parametrize("formats", VARIANTS[1:8:2] + VARIANTS[8:10], ids=lambda value: "+".join(map(name_of, value)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_that_fill_two_to_four_column_tiles(
+    engine: str, formats: tuple[KVFormat, KVFormat], dtype: torch.dtype
+) -> None:
+    """17 to 64 query rows of a key-value head with 128 channels, as proposals of an assistant have them."""
+    shapes = [(4, 5), (8, 3), (1, 17), (4, 6), (16, 2), (4, 8), (7, 5), (4, 16)]
+    for i, (num_q_per_kv, q_len) in enumerate(shapes):
+        name = ("none", "softcap", "sinks", "alibi_slopes", "all")[i % 5]
+        lengths, starts = (q_len, q_len + 37, 700), (0, min(q_len, 30), 65) if i % 2 else None
+        case = Case(fitting(formats, 128), 128, dtype, num_q_per_kv, q_len, lengths, starts, 1, capacity=768)
+        options = {"sliding_window": (0, 40)[i % 3 == 0], "num_splits": (0, 1, 3)[i % 3]}
+        run_decode(engine, case, **options, **extras_for(case, name))
+
+
 # A window of w at position p starts at p + 1 - w: with lengths next to 128 these fall on, before and behind
 # the borders of tiles.
 WINDOWS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 200)
