@@ -60,7 +60,7 @@ PROMPTS = [
     "The building was constructed",
 ]
 NEW_TOKENS = 40
-PATIENCE = 90  # seconds until a worker must have started
+PATIENCE = 180  # seconds until a worker must have started
 
 
 def settings(example: Any, *words: str) -> argparse.Namespace:
@@ -191,6 +191,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it
     paths = [str(ROOT), str(ROOT / "examples")]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # A proxy that imports more slowly than this, as beside other tests, would be killed and started again.
+    variables["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = str(PATIENCE)
     previous = {name: os.environ.get(name) for name in ("RAY_USAGE_STATS_ENABLED", *variables)}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     others = set(psutil.Process().children())  # of tests that ran before
