@@ -67,8 +67,8 @@ def prompt_caption(results: dict[str, Any]) -> str:
     batch, num_kv_heads, head_dim, tokens = PROMPT
     return (
         f"Keys and values of one layer, {batch} x {thousands(tokens)} tokens with {num_kv_heads} heads of {head_dim}, "
-        "and in brackets the share of the bandwidth of a copy. Prompts are quantised once. Only attention that no "
-        f"kernel serves dequantises. {_origin(results)}, `evals/results/dequantize.json`."
+        "and in brackets the share of the bandwidth of a copy. Codes are dequantised only for attention that no "
+        f"kernel serves. {_origin(results)}, `evals/results/dequantize.json`."
     )
 
 

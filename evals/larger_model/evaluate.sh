@@ -20,7 +20,7 @@ groups=${GROUPS_OF_RECIPES:-"int8,k8v4,int4,int4-g32,int4-channel,k4v2,int2,fp8,
 naive-2,quarot-4,quarot-3,quarot-2,saw-4,kivi-4,kivi-2,kvquant-4
 kvquant-3,turboquant-4,turboquant-3,turboquant-2,turboquant-prod-4,turboquant-prod-3,polarquant,kvarn-k4v4
 kvarn-k4v2,kvarn-k2v2,oscar-2,mxfp4,nvfp4,int3:4+128,int2-g64:4+128,int4-channel+int2:4+128"}
-long_groups=${LONG_GROUPS:-"int4,k4v2,int2"}  # on an H200, three such groups together take more than ten minutes
+long_groups=${LONG_GROUPS:-"int4,k4v2,int2"}
 all=$(tr '\n' ',' <<<"$groups" | sed 's/,$//')
 # Without their dense tokens, which take 0.06 bits at 32k. Beside the first group, and wherever recipes have their own.
 budget="--bits ${BITS:-2.74}"
