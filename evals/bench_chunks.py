@@ -195,8 +195,8 @@ def main() -> None:
         raise SystemExit("bench_chunks: needs a GPU and an extension built with CUDA.")
     started = time.perf_counter()
     torch.manual_seed(0)
-    described = {**card(), **gpu_card(), "peer_versions": peer_versions()}
-    results = {**described, "head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
+    results: dict[str, Any] = {**card(), **gpu_card(), "peer_versions": peer_versions()}
+    results |= {"head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
     for batch, length, num_new in CASES:
         results["cases"].append(measure(batch, length, num_new, arguments.presets, arguments.head_dim))
         torch.cuda.empty_cache()

@@ -369,17 +369,16 @@ def test_our_presets_are_our_cache(name: str, model: PreTrainedModel, layers: li
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels show what codes stand for on a GPU alone")
 @pytest.mark.parametrize("tokens", [1, 129])
 @pytest.mark.parametrize("recipe", ours.RECIPES, ids=lambda recipe: recipe.name)
-def test_our_presets_are_their_reference_on_a_gpu(recipe: ours.Preset, tokens: int, layers: list[Layer]) -> None:
-    x, formats = drawn(seed=6)[:, :, :tokens].cuda(), recipe.config.formats(0)
-    if formats.key.block_size is not None:
-        pytest.skip("whole blocks are quantised by the reference")
-    transform = key_transforms(layers[0].model, recipe.config).get(0)
-    by_reference = ours._by_reference(formats.key, transform), ours._by_reference(formats.value, None)
-    for quantize, reference in zip(recipe.quantizers(layers[0]), by_reference, strict=True):
-        assert torch.equal(quantize(x, 0), reference(x, 0))
+def test_ops_show_what_the_reference_shows(device: str, recipe: ours.Preset, tokens: int, layers: list[Layer]) -> None:
+    """Bitwise."""
+    formats = recipe.config.formats(0)
+    sides = (formats.key, key_transforms(layers[0].model, recipe.config).get(0)), (formats.value, None)
+    for (side, transform), quantize in zip(sides, recipe.quantizers(layers[0]), strict=True):
+        whole = tokens if side.block_size is None else side.block_size
+        x = drawn(seed=6)[:, :, :whole].to(device)
+        assert torch.equal(quantize(x, 0), ours._by_reference(side, transform)(x, 0))
 
 
 def test_dense_tokens_can_be_the_same_for_all() -> None:

@@ -44,7 +44,8 @@ def check_served(model: PreTrainedModel) -> None:
 class RoomyLayer(DynamicLayer):
     """One layer of transformers' growing cache, with room for more tokens than it holds.
 
-    transformers copies all tokens with each new one, to a place of another size.
+    transformers copies all tokens with each new one, to a place of another size. This is for forwards alone: `update`
+    does not see what other methods, such as `reorder_cache`, make of the tokens.
     """
 
     def __init__(self) -> None:
@@ -69,10 +70,6 @@ class RoomyLayer(DynamicLayer):
             buffer[:, :, begin:end] = x
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
-
-    def crop(self, max_length: int) -> None:
-        """Refuse: tokens with codes are not kept dense."""
-        raise NotImplementedError("recipes: `crop` must not be called, got a crop. Use sampling without assistants.")
 
 
 class GrowingLayer(RoomyLayer):
@@ -113,6 +110,10 @@ class GrowingLayer(RoomyLayer):
             first, known = begin, quantize(x[:, :, begin:ready].float(), begin).to(x.dtype)
             self.known[side] = first, known
         return known[:, :, begin - first : end - first]
+
+    def crop(self, max_length: int) -> None:
+        """Refuse: tokens with codes are not kept dense."""
+        raise NotImplementedError("recipes: `crop` must not be called, got a crop. Use sampling without assistants.")
 
 
 class JointLayer(RoomyLayer):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ...attention.backends import without_cudnn
 from ...models.probing import forward
 from ..measuring.fidelity import surprise
 from ..paired import mean_and_error
@@ -88,8 +87,7 @@ def _drawn(log_probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 def _newest(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
     """Log-probabilities of the token behind the last one, `[texts, vocab_size]` float32."""
-    with without_cudnn():
-        return forward(model, ids, cache=cache)[:, -1].float().log_softmax(-1)
+    return forward(model, ids, cache=cache)[:, -1].float().log_softmax(-1)
 
 
 class _Reader:

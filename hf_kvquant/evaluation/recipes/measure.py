@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...attention.backends import without_cudnn
 from ...models.text_config import context_of
 from ..errors import UsageError
 from ..long_context.prompts import Prompt, Writer
@@ -216,7 +217,10 @@ def fill(
                 for name in names
             ]
             seed = plan.options.seed
-            written = drift.write(model, plan.prompts, plan.options.drift, caches, seed=seed, on_token=lambda: tell(0))
+            with without_cudnn():
+                written = drift.write(
+                    model, plan.prompts, plan.options.drift, caches, seed=seed, on_token=lambda: tell(0)
+                )
             for name, each in zip(names, written, strict=True):
                 record.put(f"drift {name}", drift.to_part(each))
                 tell(1)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...config import PRESETS, KVQuantConfig, LayerFormats
 from ...models.layers import layers_of
 from ...models.text_config import text_config_of
-from ...ops.kernels import CPU_STORAGES, has_kernel
+from ...ops.kernels import CPU_STORAGES
 from ...ops.operands import Operands
 from ...preflight.check import run_preflight
 from ...presets import PRESET_WINDOWS
@@ -44,7 +44,7 @@ class Preset(Recipe):
         except ValueError as error:
             raise self.refuse(layer, "a head_dim that the preset serves", layer.head_dim) from error
         transform = key_transforms(layer.model, self.config).get(layer.index)
-        return _by_kernels(formats.key, transform), _by_kernels(formats.value, None)
+        return _by_ops(formats.key, transform), _by_ops(formats.value, None)
 
     def shared_bytes(self, num_kv_heads: int, head_dim: int) -> float:
         """Of a centre, in float32."""
@@ -132,21 +132,17 @@ def _by_reference(side: KVFormat, transform: KeyTransform | None) -> Quantize:
     return quantize
 
 
-def _by_kernels(side: KVFormat, transform: KeyTransform | None) -> Quantize:
-    """The same bits by two kernels, where they serve. The reference takes a hundred small ones on a GPU.
-
-    Like the reference, for keys with their transform, or for values without.
-    """
+def _by_ops(side: KVFormat, transform: KeyTransform | None) -> Quantize:
+    """The same bits by the ops of a cache: two kernels on a GPU, where the reference takes a hundred."""
     by_reference, layout = _by_reference(side, transform), KVLayout(side, PRESETS[UNQUANTIZED][1])
-    is_served = side.block_size is None and side.storage not in CPU_STORAGES
 
     def quantize(x: Tensor, start: int) -> Tensor:
-        batch, num_kv_heads, tokens, head_dim = x.shape
-        if not (is_served and x.is_cuda and has_kernel(x.device, head_dim)):
+        # A block gets its codes together, at once for all that are whole here.
+        if side.block_size is not None or (x.is_cuda and side.storage in CPU_STORAGES):
             return by_reference(x, start)
+        batch, num_kv_heads, tokens, head_dim = x.shape
         capacity = -(-tokens // side.token_alignment) * side.token_alignment
-        shape = batch, num_kv_heads, head_dim, head_dim
-        planes = layout.allocate(shape, capacity, dtype=x.dtype, device=x.device)
+        planes = layout.allocate((batch, num_kv_heads, head_dim, head_dim), capacity, dtype=x.dtype, device=x.device)
         operands = Operands(*planes, layout, None if transform is None else transform.to(x.device))
         lengths = torch.full((batch,), tokens, dtype=torch.int32, device=x.device)
         operands.append(x, x, lengths)
