@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pictures import COLOURS, UNQUANTISED, short, thousands
+from render_generate import SCENARIO_SYSTEMS
 
 from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.evaluation.report.plots import PALETTE, label, picture
 
 # The caches of bf16, by their names in bench_itl.py.
-NAMES = {
-    "dynamic": "transformers, dynamic",
-    "dynamic-no-cudnn": "transformers, dynamic, without cuDNN",
-    "static": "transformers, static",
-    "none": "bf16, captured",
-}
+NAMES = {name: SCENARIO_SYSTEMS[name] for name in ("dynamic", "dynamic-no-cudnn", "static")}
+NAMES["none"] = "bf16, captured"
 # What the picture shows, and how. Steps with the dynamic cache take several times as long, whatever the context.
 DRAWN = {
     "static": {"color": COLOURS[UNQUANTISED], "linestyle": "--"},
