@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -654,6 +655,43 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up) {
   params.gate = gate.const_data_ptr();
   params.up = up.const_data_ptr();
   params.numel = gate.numel();
+  return params;
+}
+
+PackedLinearParams packed_linear_params(const Tensor& x, const Tensor& codes, const Tensor& scale_and_zero,
+                                        int64_t group_size) {
+  const auto check_operand = [&](const char* name, const Tensor& tensor, ScalarType dtype, const std::string& sizes,
+                                 bool fits) {
+    KVQ_CHECK(is_on(tensor, x), "packed_linear: `", name, "` must be on the device of `x`, got another device. ",
+              "Move it there.");
+    KVQ_CHECK(tensor.scalar_type() == dtype && fits, "packed_linear: `", name, "` must be ", sizes, " ", name_of(dtype),
+              ", got ", shape_of(tensor), " ", name_of(tensor.scalar_type()), ".");
+    check_vectors("packed_linear", name, tensor);
+  };
+  const int64_t inputs = x.dim() == 2 ? x.size(1) : 0;
+  check_operand("x", x, ScalarType::BFloat16, "[rows, inputs], a multiple of 128 inputs,",
+                inputs > 0 && inputs % kPackedInputs == 0 && inputs <= kMaxInt);
+  const int64_t tiles = codes.dim() == 4 ? codes.size(0) : 0, outputs = tiles * kPackedOutputs;
+  check_operand("codes", codes, ScalarType::Int,
+                spell(std::array<int64_t, 4>{kAny, inputs / kPackedInputs, 32, 4}) + ", an even number of tiles,",
+                tiles > 0 && tiles % 2 == 0 && outputs <= kMaxInt && codes.size(1) == inputs / kPackedInputs &&
+                    codes.size(2) == 32 && codes.size(3) == 4);
+  int group_log2 = 5;
+  while (group_log2 < 8 && int64_t{1} << group_log2 < group_size) ++group_log2;
+  KVQ_CHECK(int64_t{1} << group_log2 == group_size && inputs % group_size == 0, "packed_linear: `group_size` must be ",
+            "32, 64, 128 or 256 and divide the ", inputs, " inputs, got ", group_size, ".");
+  check_operand("scale_and_zero", scale_and_zero, ScalarType::BFloat16,
+                spell(std::array<int64_t, 3>{inputs / group_size, outputs, 2}),
+                scale_and_zero.dim() == 3 && scale_and_zero.size(0) == inputs / group_size &&
+                    scale_and_zero.size(1) == outputs && scale_and_zero.size(2) == 2);
+  PackedLinearParams params{};
+  params.x = x.const_data_ptr();
+  params.codes = codes.const_data_ptr();
+  params.scale_and_zero = scale_and_zero.const_data_ptr();
+  params.num_rows = x.size(0);
+  params.num_inputs = static_cast<int>(inputs);
+  params.num_outputs = static_cast<int>(outputs);
+  params.group_log2 = group_log2;
   return params;
 }
 

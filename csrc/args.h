@@ -63,6 +63,8 @@ RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* 
                               const std::optional<Tensor>& mean, double eps);
 RotaryParams rotary_params(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin);
 SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up);
+PackedLinearParams packed_linear_params(const Tensor& x, const Tensor& codes, const Tensor& scale_and_zero,
+                                        int64_t group_size);
 // Lengths and starts of a batch, on the device, and how many slots its plan has.
 void check_split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots,
                       int64_t min_tokens);

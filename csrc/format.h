@@ -17,7 +17,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 14;
+constexpr int kOpsVersion = 15;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales

@@ -1,7 +1,7 @@
 // The fused ops between the linear layers of a model: their arguments as plain structs, checked by args.h, and their
 // CUDA kernels. reference.rms_norm, add_rms_norm, rotary and silu_mul define the results, including every rounding; on
-// other devices PyTorch runs those functions. All tensors of a call share one dtype, except the mean. Also here: the
-// prefetch of a linear layer's weights.
+// other devices PyTorch runs those functions. All tensors of a call share one dtype, except the mean. Also here: linear
+// layers with tile-packed int4 weights, and the prefetch of a linear layer's weights.
 #pragma once
 
 #include "format.h"
@@ -12,6 +12,7 @@ constexpr int kFusedVector = 4;          // numbers that are loaded at a time
 constexpr int kMinSummedChannels = 128;  // shorter rows need `mean`
 constexpr int kMaxNormChannels = 16384;
 constexpr int kMaxRotaryHeadDim = 1024;
+constexpr int kPackedInputs = 128, kPackedOutputs = 8;  // of a tile of packed weights, and of a slice of one
 
 struct RmsNormParams {
   const void* x;       // [num_rows, num_channels], contiguous
@@ -40,12 +41,24 @@ struct SiluMulParams {
   int64_t numel;  // a multiple of kFusedVector
 };
 
+// packed_linear.cu has the layout of the codes.
+struct PackedLinearParams {
+  const void* x;               // [num_rows, num_inputs] bf16, contiguous
+  const void* codes;           // [num_outputs / 8, num_inputs / 128, 32, 4] int32
+  const void* scale_and_zero;  // [num_inputs / group size, num_outputs, 2] bf16
+  void* out;                   // [num_rows, num_outputs] bf16
+  int64_t num_rows;
+  int num_inputs, num_outputs;  // multiples of 128 and 16
+  int group_log2;               // of inputs that share a scale and a zero: 5 to 8
+};
+
 namespace cuda {
 
 // `stream` is on the current device.
 void rms_norm(const RmsNormParams& params, void* stream);
 void rotary(const RotaryParams& params, void* stream);
 void silu_mul(const SiluMulParams& params, void* stream);
+void packed_linear(const PackedLinearParams& params, void* stream);
 // Loads the first bytes of `memory` into the L2 cache. Writes nothing and does not wait.
 void prefetch(const void* memory, int64_t num_bytes, void* stream);
 

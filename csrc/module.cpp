@@ -213,6 +213,15 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   return out;
 }
 
+Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scale_and_zero, int64_t group_size) {
+  PackedLinearParams params = packed_linear_params(x, codes, scale_and_zero, group_size);
+  const CudaDevice device(x);
+  const Tensor out = empty_beside(x, {params.num_rows, params.num_outputs});
+  params.out = out.data_ptr();
+  if (params.num_rows > 0) cuda::packed_linear(params, device.stream);
+  return out;
+}
+
 Tensor split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots, int64_t min_tokens) {
   check_split_plan(lengths, starts, num_slots, min_tokens);
   const CudaDevice device(lengths);
@@ -273,6 +282,7 @@ KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("add_rms_norm", TORCH_BOX(&hf_kvquant::add_rms_norm));
   library.impl("rotary", TORCH_BOX(&hf_kvquant::rotary));
   library.impl("silu_mul", TORCH_BOX(&hf_kvquant::silu_mul));
+  library.impl("packed_linear", TORCH_BOX(&hf_kvquant::packed_linear));
   library.impl("prefetch", TORCH_BOX(&hf_kvquant::prefetch));
   library.impl("split_plan", TORCH_BOX(&hf_kvquant::split_plan));
 }

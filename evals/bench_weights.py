@@ -89,10 +89,12 @@ def measure(name: str, arguments: argparse.Namespace, bandwidth: float) -> dict[
         "products": [],
         "cases": [],
     }
-    for rows in sorted({case.batch for case in arguments.cases} | set(MANY_ROWS)):
-        found["products"] += products(model, shapes, rows, bandwidth)
-    for case in arguments.cases:
-        row = {"case": case.name, **dataclasses.asdict(case), **measure_step(model, case, arguments.new_tokens)}
+    with method.chosen():
+        for rows in sorted({case.batch for case in arguments.cases} | set(MANY_ROWS)):
+            found["products"] += products(model, shapes, rows, bandwidth)
+        steps = [measure_step(model, case, arguments.new_tokens) for case in arguments.cases]
+    for case, step in zip(arguments.cases, steps, strict=True):
+        row = {"case": case.name, **dataclasses.asdict(case), **step}
         alone = [each for each in found["products"] if each["rows"] == case.batch]
         row["products_ms"] = sum(each["layers"] * each["median_us"] for each in alone) / 1e3
         add_roofline(row, found["weight_bytes_read"], bandwidth)

@@ -4,28 +4,32 @@ Each method replaces the linear layers of a model that is on a GPU, all but the 
 do. Weights are in groups of 128 inputs with a bf16 scale, and a zero where the method has zeros. Nothing is calibrated:
 these are for speed, `weight_recipes.py` is for quality.
 
-- `tinygemm`: torchao's `Int4WeightOnlyConfig` with tiles for `torch.ops.aten._weight_int4pack_mm`, of PyTorch itself.
+- `hf_kvquant`: torchao's `Int4WeightOnlyConfig` with tiles for GPUs, by this package's kernel, as in captured steps.
+- `tinygemm`: the same by `torch.ops.aten._weight_int4pack_mm`, of PyTorch itself.
 - `mslk`, `mslk-shuffled`: the same config in its plain and its preshuffled format, with CUTLASS kernels of the package
   mslk (`pip install mslk-cuda`).
 - `gemlite`: Triton kernels, which HQQ calls by `prepare_for_inference(model, backend="gemlite")`. Configurations that
   its authors tuned on an H100 are used on every Hopper GPU.
 - `humming`: CUDA kernels of the vLLM project that are compiled at their first call (`pip install humming-kernels`).
 
-The first three are what `TorchAoConfig` loads. The other two have no loader in transformers for such weights.
+The first four are what `TorchAoConfig` loads. The other two have no loader in transformers for such weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from weight_recipes import GROUP_SIZE, uint4_groups
 
+from hf_kvquant.graphs import packed_linear
 from hf_kvquant.models.hashes import plain_tensors
 
 
@@ -37,11 +41,20 @@ class Method:
         kernel: Computes the products.
         packages: What must be installed.
         replace: Makes the quantised layer, which may be the layer itself; `None` for a layer that stays.
+        products: Of `packed_linear.PRODUCTS`, those that captured steps may choose.
     """
 
     kernel: str
     packages: tuple[str, ...] = ()
     replace: Callable[[nn.Linear], nn.Module] | None = None
+    products: tuple[str, ...] = (packed_linear.OURS,)
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Captured steps choose among the `products` of this method."""
+        products = {name: packed_linear.PRODUCTS[name] for name in self.products}
+        with mock.patch.dict(packed_linear.PRODUCTS, products, clear=True):
+            yield
 
     @property
     def versions(self) -> dict[str, str | None]:
@@ -111,7 +124,8 @@ def _humming(linear: nn.Linear) -> nn.Module:
 BF16 = "bf16"
 METHODS: dict[str, Method] = {
     BF16: Method("cuBLAS"),
-    "tinygemm": Method("_weight_int4pack_mm", ("torchao",), _torchao("tile_packed_to_4d")),
+    "hf_kvquant": Method("packed_linear", ("torchao",), _torchao("tile_packed_to_4d")),
+    "tinygemm": Method("_weight_int4pack_mm", ("torchao",), _torchao("tile_packed_to_4d"), (packed_linear.OF_TORCH,)),
     "gemlite": Method("GEMV_REVSPLITK, GEMM_SPLITK, GEMM", ("gemlite",), _gemlite),
     "mslk": Method("bf16i4bf16_rowwise", ("torchao", "mslk-cuda"), _torchao("plain")),
     "mslk-shuffled": Method("bf16i4bf16_shuffled", ("torchao", "mslk-cuda"), _torchao("preshuffled")),

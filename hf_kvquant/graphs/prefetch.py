@@ -42,7 +42,7 @@ def _weight_of(name: str, args: tuple[Any, ...]) -> Tensor | None:
     """
     if name == "linear" and len(args) > 1:
         return _stored(args[1])
-    if name == "aten._weight_int4pack_mm.default":
+    if name in ("aten._weight_int4pack_mm.default", f"{torch_ops.name}.packed_linear.default"):
         return _stored(args[1])
     if name == "gemlite.forward_functional.default":
         return _stored(args[2][0])  # the codes; scales and zeros follow

@@ -8,7 +8,8 @@ instead: under the same op names if the build has no kernels for the device type
 are one list, in the order of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
 
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
-kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. `prefetch` loads weights into
+kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. So does `packed_linear`, a
+linear layer with torchao's tile-packed int4 weights, which only `packed_linear.py` calls. `prefetch` loads weights into
 a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls it. `split_plan` is explained in
 `planning.py`.
 
@@ -55,6 +56,7 @@ FUSED_SCHEMAS = (
     "add_rms_norm(Tensor x, Tensor other, Tensor weight, float eps) -> (Tensor total, Tensor normed)",
     "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query, Tensor key)",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    "packed_linear(Tensor x, Tensor codes, Tensor scale_and_zero, int group_size) -> Tensor",
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
 SPLIT_PLAN_SCHEMA = "split_plan(Tensor lengths, Tensor? starts, int num_slots, int min_tokens) -> Tensor"
@@ -450,6 +452,10 @@ def _split_plan_fake(lengths: Tensor, starts: Tensor | None, num_slots: int, min
     return lengths.new_empty((len(lengths) + num_slots, 4))
 
 
+def _packed_linear_fake(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_size: int) -> Tensor:
+    return x.new_empty((len(x), scale_and_zero.shape[1]))
+
+
 def _prefetch_fake(weight: Tensor, num_bytes: int) -> None:
     pass
 
@@ -494,6 +500,7 @@ for _name, _kernel, _fake in (
     ("add_rms_norm", reference.add_rms_norm, _fake_like("add_rms_norm", "x", "other")),
     ("rotary", reference.rotary, _fake_like("rotary", "query", "key")),
     ("silu_mul", reference.silu_mul, _fake_like("silu_mul", "gate")),
+    ("packed_linear", reference.packed_linear, _packed_linear_fake),
     ("prefetch", _prefetch, _prefetch_fake),
     ("split_plan", split_plan_reference, _split_plan_fake),
 ):

@@ -756,3 +756,54 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     _check_dense("silu_mul", gate=gate, up=up)
     _check_shape("silu_mul", "up", up, f"{list(gate.shape)} like `gate`", gate.shape)
     return torch.nn.functional.silu(gate) * up
+
+
+# torchao's tile-packed int4 weights: outputs of a tile, inputs of a slice of it, and the inputs of a word within it.
+PACKED_OUTPUTS, PACKED_INPUTS = 8, 128
+_WORD_INPUTS = torch.tensor([0, 1, 8, 9, 16, 17, 24, 25])
+_WORD_SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])
+PACKED_GROUP_SIZES = (32, 64, 128, 256)
+
+
+def packed_linear(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_size: int) -> Tensor:
+    """A linear layer with int4 weights in PyTorch's tiles for GPUs, up to the order in which products are added.
+
+    A weight is code · scale + zero, rounded to bfloat16, with codes that count from -8. The layout is that of
+    `aten::_convert_weight_to_int4pack` with 8 inner tiles, which torchao's `Int4TilePackedTo4dTensor` has.
+
+    Args:
+        x: `[rows, inputs]` bfloat16, a multiple of 128 inputs.
+        codes: `[outputs / 8, inputs / 128, 32, 4]` int32. Number 4g + t of the axis of 32 belongs to output g of the
+            tile. Word j has inputs 32j + 2t + (0, 1, 8, 9, 16, 17, 24, 25) of the 128.
+        scale_and_zero: `[inputs / group_size, outputs, 2]` bfloat16.
+        group_size: Inputs that share a scale and a zero: 32, 64, 128 or 256.
+
+    Returns:
+        `[rows, outputs]` bfloat16.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    _check_shape("packed_linear", "x", x, "[rows, inputs]", (None, None))
+    inputs = x.shape[1]
+    if x.dtype != torch.bfloat16 or inputs == 0 or inputs % PACKED_INPUTS:
+        raise ValueError(
+            f"packed_linear: `x` must be bfloat16 with a multiple of {PACKED_INPUTS} inputs, got {inputs} {x.dtype}."
+        )
+    slices = inputs // PACKED_INPUTS
+    _check_shape("packed_linear", "codes", codes, f"[outputs / 8, {slices}, 32, 4]", (None, slices, 32, 4))
+    if group_size not in PACKED_GROUP_SIZES or inputs % group_size:
+        raise ValueError(
+            f"packed_linear: `group_size` must be 32, 64, 128 or 256 and divide the {inputs} inputs, got {group_size}."
+        )
+    sizes = (inputs // group_size, len(codes) * PACKED_OUTPUTS, 2)
+    _check_shape("packed_linear", "scale_and_zero", scale_and_zero, str(list(sizes)), sizes)
+    shifts = _WORD_SHIFTS.to(codes.device)
+    # [tile, slice, g, t, word, inputs of it] to [tile, g, slice, inputs of it]
+    unpacked = (codes.unflatten(2, (PACKED_OUTPUTS, 4)).unsqueeze(-1) >> shifts & 15).permute(0, 2, 1, 4, 3, 5)
+    place = (32 * torch.arange(4)[:, None, None] + 2 * torch.arange(4)[:, None] + _WORD_INPUTS).flatten()
+    in_order = torch.empty_like(unpacked.flatten(3))
+    in_order[..., place.to(codes.device)] = unpacked.flatten(3)
+    scale, zero = scale_and_zero.transpose(0, 1).repeat_interleave(group_size, 1).double().unbind(-1)
+    weight = ((in_order.view(sizes[1], inputs) - 8) * scale + zero).to(torch.bfloat16)
+    return (x.float() @ weight.float().T).to(torch.bfloat16)
