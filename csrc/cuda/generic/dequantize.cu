@@ -39,8 +39,9 @@ struct Head {
   uint8_t* codes;
   const half_bits *scale, *zero;  // of the lane's group; with channel scales, of its channels
   int c, block = -1;              // the block of tokens whose scales are here:
-  uint4 scales, zeros;
-  bool is_aligned;  // whether those can be loaded 16 bytes at a time
+  float scales[kChunk], zeros[kChunk];
+  uint4 scale_words, zero_words;  // as loaded
+  bool is_aligned;                // whether those can be loaded 16 bytes at a time
 
   __device__ Head(const Side& side, int64_t b, int64_t h, int c) : side(side), codes(code_row(side, b, h, 0)), c(c) {
     if (kStorage == Storage::none) return;
@@ -59,8 +60,14 @@ struct Head {
       const auto two = [from](int i) { return from[i] | uint32_t{from[i + 1]} << 16; };
       return uint4{two(0), two(2), two(4), two(6)};
     };
-    scales = eight(scale + block * side.scale_stride_g);
-    zeros = eight(zero + block * side.zero_stride_g);
+    scale_words = eight(scale + block * side.scale_stride_g);
+    zero_words = eight(zero + block * side.zero_stride_g);
+  }
+
+  // Once for all tokens of a block.
+  __device__ __forceinline__ void widen_scales() {
+    widen(scale_words, Dtype::fp16, scales);
+    widen(zero_words, Dtype::fp16, zeros);
   }
 
   __device__ __forceinline__ Raw<kStorage> load(int row) {
@@ -85,16 +92,14 @@ struct Head {
       if (side.dense_dtype == Dtype::fp32) return load_values(codes + row * side.codes_stride_t, Dtype::fp32, c, x);
       widen(raw.words, side.dense_dtype, x);
     } else {
-      if (kHasBlocks && row / kBlockSize != block) load_scales(row / kBlockSize);
-      const auto of_channel = [](const uint4& eight, int k) {
-        const uint32_t words[] = {eight.x, eight.y, eight.z, eight.w};
-        return static_cast<half_bits>(words[k / 2] >> (k % 2 * 16));
-      };
+      if (kHasBlocks && row / kBlockSize != block) {
+        load_scales(row / kBlockSize);
+        widen_scales();
+      }
       const float offset = code_offset(kStorage, side.is_symmetric);
+      const float own_scale = half_to_float(raw.scale), own_zero = half_to_float(raw.zero);
       for_all<kChunk>([&](int k) {
-        const half_bits own_scale = kHasBlocks ? of_channel(scales, k) : raw.scale;
-        const half_bits own_zero = kHasBlocks ? of_channel(zeros, k) : raw.zero;
-        x[k] = raw.codes.value(k, offset) * half_to_float(own_scale) + half_to_float(own_zero);
+        x[k] = raw.codes.value(k, offset) * (kHasBlocks ? scales[k] : own_scale) + (kHasBlocks ? zeros[k] : own_zero);
       });
     }
   }
@@ -134,6 +139,7 @@ __global__ void __launch_bounds__(kNumWarps* kLanes, kHasBlocks ? kMinCtasOfBloc
     raw[r] = {};
     if (i < end && is_held(position)) raw[r] = head.load(laps.row(position));
   }
+  if constexpr (kHasBlocks) head.widen_scales();
   LaneTransform<kChunk> own;
   if constexpr (kIsTransformed) own = {params.key_transform, side.head_dim, static_cast<int>(h), c};
   void* const out = is_key ? params.key : params.value;
