@@ -674,7 +674,7 @@ PackedLinearParams packed_linear_params(const Tensor& x, const Tensor& codes, co
   const int64_t tiles = codes.dim() == 4 ? codes.size(0) : 0, outputs = tiles * kPackedOutputs;
   check_operand("codes", codes, ScalarType::Int,
                 spell(std::array<int64_t, 4>{kAny, inputs / kPackedInputs, 32, 4}) + ", an even number of tiles,",
-                tiles > 0 && tiles % 2 == 0 && outputs <= kMaxInt && codes.size(1) == inputs / kPackedInputs &&
+                tiles > 0 && tiles % 2 == 0 && codes.numel() <= kMaxInt && codes.size(1) == inputs / kPackedInputs &&
                     codes.size(2) == 32 && codes.size(3) == 4);
   int group_log2 = 5;
   while (group_log2 < 8 && int64_t{1} << group_log2 < group_size) ++group_log2;

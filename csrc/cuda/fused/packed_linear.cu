@@ -4,8 +4,9 @@
 // step may therefore use either.
 //
 // What differs is how memory is read. PyTorch's kernel waits for each load, and reads the rows in words of 4 bytes. Here
-// a warp keeps several slices of weights under way while it multiplies one, and the weights are the A operand: 16
-// outputs by 8 rows in one instruction instead of 8 outputs by 16 rows, so few rows take half as many.
+// a warp keeps several slices of weights under way while it multiplies one, from one pair of tiles to the next, and also
+// before the launch before has ended. And the weights are the A operand: 16 outputs by 8 rows in one instruction instead
+// of 8 outputs by 16 rows, so few rows take half as many.
 //
 // Layout of the codes, [num_outputs / 8, num_inputs / 128, 32, 4] int32: a tile has 8 outputs, a slice 128 inputs. Lane
 // (g, t) has output g. Its word j has inputs 32j + 2t + {0, 1, 8, 9, 16, 17, 24, 25} of the slice, of which the even
@@ -27,7 +28,7 @@ namespace {
 constexpr int kWarps = 8;  // warp w takes slices w, w + 8, ... as in PyTorch: this decides the order of sums
 constexpr int kThreads = kWarps * kLanes;
 constexpr int kSliceInputs = kPackedInputs;
-constexpr int kTileOutputs = kPackedOutputs, kCtaOutputs = 2 * kTileOutputs;
+constexpr int kTileOutputs = kPackedOutputs, kPairOutputs = 2 * kTileOutputs;
 constexpr int kRows = 8;  // of one instruction
 constexpr int kTileBytes = kLanes * 16;  // of one slice
 constexpr int kRowBytes = kSliceInputs * 2;
@@ -37,7 +38,7 @@ constexpr int kRowChunks = kRowBytes / 16;
 // rows. The 16-byte chunks of row r are exchanged, chunk c for c ^ (r % 8), so that eight rows lie in different banks.
 template <int kGroups>
 struct Stage {
-  static constexpr int kScalesAt = 2 * kTileBytes, kGroupBytes = kCtaOutputs * 4;
+  static constexpr int kScalesAt = 2 * kTileBytes, kGroupBytes = kPairOutputs * 4;
   static constexpr int kRowsAt = kScalesAt + kGroups * kGroupBytes;
   __host__ __device__ static constexpr int bytes(int num_rows) { return kRowsAt + num_rows * kRowBytes; }
 };
@@ -68,50 +69,56 @@ struct Dequantizer {
   __device__ __forceinline__ explicit Dequantizer(uint32_t scale_and_zero)
       : scale((scale_and_zero & 0xffff) * 0x10001), zero((scale_and_zero >> 16) * 0x10001) {}
 
-  __device__ __forceinline__ void operator()(uint32_t word, uint32_t (&weights)[4]) const {
-    constexpr uint32_t kMask = 0x000f000f, kBias = 0x43004300;  // 128: a code in its lowest bits is 128 + code
+  // `bias`: kBias in a register. An instruction takes one constant, so with two it would be two instructions.
+  __device__ __forceinline__ void operator()(uint32_t word, uint32_t bias, uint32_t (&weights)[4]) const {
     constexpr uint32_t kOne = 0x3f803f80, kMinus136 = 0xc308c308;
     for_all<4>([&](int i) {
-      const uint32_t biased = ((word >> (4 * i)) & kMask) | kBias;
+      uint32_t biased;
+      asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(biased) : "r"(word >> (4 * i)), "r"(bias));  // (a & b) | c
       weights[i] = multiply_add(multiply_add(biased, kOne, kMinus136), scale, zero);
     });
   }
+
+  static constexpr uint32_t kBias = 0x43004300;  // 128: with a code in the lowest bits it is 128 + code
 };
 
-// A thread block has 16 outputs and kRowTiles · 8 rows. kGroups: scales of an output in a slice. kIsOneRow: results of
-// other rows are not added up.
+// Partial sums of the warps: [kWarps, rows, kPairOutputs] float32.
+constexpr int sum_bytes(int num_rows) { return kWarps * num_rows * kPairOutputs * 4; }
+
+// A thread block has kRowTiles · 8 rows and a pair of tiles. kGroups: scales of an output in a slice.
+// kIsOneRow: results of other rows are not added up.
 template <int kRowTiles, int kGroups, int kStages, bool kIsOneRow>
-__global__ void __launch_bounds__(kThreads) multiply_packed(const __grid_constant__ PackedLinearParams params) {
+__global__ void __launch_bounds__(kThreads, kIsOneRow ? 4 : 2) multiply_packed(const __grid_constant__ PackedLinearParams params) {
   extern __shared__ uint4 shared[];
   using Stage = Stage<kGroups>;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const int num_slices = params.num_inputs / kSliceInputs;
-  const int first_output = blockIdx.x * kCtaOutputs, first_row = blockIdx.y * kRowTiles * kRows;
+  const int first_row = blockIdx.y * kRowTiles * kRows;
+  const int most_rows = kIsOneRow ? 1 : min(static_cast<int>(params.num_rows), kRowTiles * kRows);
   const int num_rows = kIsOneRow ? 1 : min(static_cast<int>(params.num_rows) - first_row, kRowTiles * kRows);
-  const int stage_bytes = Stage::bytes(kIsOneRow ? 1 : min(static_cast<int>(params.num_rows), kRowTiles * kRows));
+  const int stage_bytes = Stage::bytes(most_rows);
   const uint32_t stages = shared_address(shared) + warp * kStages * stage_bytes;
+  const uint32_t end_of_stages = stages + kStages * stage_bytes;
+  auto* const sums_of_warps = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + kWarps * kStages * stage_bytes);
 
   // What a lane copies of a warp's slices, one after the other: a chunk of either tile, of the scales, and of every
-  // second row.
+  // second row. Behind the last slice, copies read nothing.
   const auto* codes = static_cast<const uint4*>(params.codes) +
                       (static_cast<int64_t>(blockIdx.x) * 2 * num_slices + warp) * kLanes + lane;
-  const auto* const scales = static_cast<const uint32_t*>(params.scale_and_zero) + first_output + lane % 4 * 4;
+  const auto* scales = static_cast<const uint32_t*>(params.scale_and_zero) + blockIdx.x * kPairOutputs + lane % 4 * 4 +
+                       static_cast<int64_t>((warp * kSliceInputs >> params.group_log2) + lane / 4) * params.num_outputs;
   const int64_t row_chunks = params.num_inputs / 8;
   const auto* rows = static_cast<const uint4*>(params.x) + (first_row + lane / kRowChunks) * row_chunks +
                      warp * kRowChunks + lane % kRowChunks;
   const uint32_t row_at = Stage::kRowsAt + lane / kRowChunks * kRowBytes;
   const uint32_t chunk_at = (lane % kRowChunks ^ lane / kRowChunks) * 16;
-  // Behind the last slice, copies read nothing.
   const auto fetch_weights = [&](int slice, uint32_t stage) {
     const int valid = slice < num_slices ? 16 : 0;
     copy_async<16>(stage + lane * 16, codes, valid);
     copy_async<16>(stage + kTileBytes + lane * 16, codes + num_slices * kLanes, valid);
+    if (lane < 4 * kGroups) copy_async<16>(stage + Stage::kScalesAt + lane * 16, scales, valid);
     codes += kWarps * kLanes;
-    if (lane < 4 * kGroups) {
-      const int group = ((slice * kSliceInputs) >> params.group_log2) + lane / 4;
-      copy_async<16>(stage + Stage::kScalesAt + lane * 16, scales + static_cast<int64_t>(group) * params.num_outputs,
-                     valid);
-    }
+    scales += static_cast<int64_t>(kWarps * kSliceInputs >> params.group_log2) * params.num_outputs;
   };
   const auto fetch_rows = [&](int slice, uint32_t stage) {
     const int valid = slice < num_slices ? 16 : 0;
@@ -134,85 +141,84 @@ __global__ void __launch_bounds__(kThreads) multiply_packed(const __grid_constan
     commit_copies();
   });
 
-  float sums[kRowTiles][4] = {};
+  uint32_t bias = Dequantizer::kBias;
+  keep(bias);
   uint32_t stage = stages;
-  for (int slice = warp; slice < num_slices; slice += kWarps) {
-    wait_for_copies<kStages - 1>();
-    __syncwarp();
-    const uint4 loaded[2] = {load_shared(stage + lane * 16), load_shared(stage + kTileBytes + lane * 16)};
-    const uint32_t words[2][4] = {{loaded[0].x, loaded[0].y, loaded[0].z, loaded[0].w},
-                                  {loaded[1].x, loaded[1].y, loaded[1].z, loaded[1].w}};
-    for_all<kGroups>([&](int group) {
-      const uint32_t at = stage + Stage::kScalesAt + group * Stage::kGroupBytes + lane / 4 * 4;
-      const Dequantizer low(load_shared_word(at)), high(load_shared_word(at + kTileOutputs * 4));
-      for_all<4 / kGroups>([&](int word_of_group) {
-        const int j = group * (4 / kGroups) + word_of_group;
-        uint32_t weights[2][4];
-        low(words[0][j], weights[0]);
-        high(words[1][j], weights[1]);
-        for_all<kRowTiles>([&](int tile) {
-          // Lane l passes the address of row l % 8, chunk l / 8 of four. Rows that are missing repeat the last one.
-          const int row = kIsOneRow ? 0 : min(tile * kRows + lane % 8, num_rows - 1);
-          const int chunk = (4 * j + lane / 8) ^ (row % 8);
-          uint32_t x[4];
-          load_matrices<false>(stage + Stage::kRowsAt + row * kRowBytes + chunk * 16, x);
-          for_all<2>([&](int k) {
-            float products[4] = {};
-            multiply_bfloats(products, weights[0][2 * k], weights[1][2 * k], weights[0][2 * k + 1],
-                             weights[1][2 * k + 1], x[2 * k], x[2 * k + 1]);
-            for_all<kIsOneRow ? 2 : 4>([&](int r) {
-              float& sum = sums[tile][kIsOneRow ? 2 * r : r];
-              sum = __fadd_rn(sum, products[kIsOneRow ? 2 * r : r]);
+    float sums[kRowTiles][4] = {};
+    for (int slice = warp; slice < num_slices; slice += kWarps) {
+      wait_for_copies<kStages - 1>();
+      __syncwarp();
+      const uint4 loaded[2] = {load_shared(stage + lane * 16), load_shared(stage + kTileBytes + lane * 16)};
+      const uint32_t words[2][4] = {{loaded[0].x, loaded[0].y, loaded[0].z, loaded[0].w},
+                                    {loaded[1].x, loaded[1].y, loaded[1].z, loaded[1].w}};
+      for_all<kGroups>([&](int group) {
+        const uint32_t at = stage + Stage::kScalesAt + group * Stage::kGroupBytes + lane / 4 * 4;
+        const Dequantizer low(load_shared_word(at)), high(load_shared_word(at + kTileOutputs * 4));
+        for_all<4 / kGroups>([&](int word_of_group) {
+          const int j = group * (4 / kGroups) + word_of_group;
+          uint32_t weights[2][4];
+          low(words[0][j], bias, weights[0]);
+          high(words[1][j], bias, weights[1]);
+          for_all<kRowTiles>([&](int tile) {
+            // Lane l passes the address of row l % 8, chunk l / 8 of four. Rows that are missing repeat the last one.
+            const int row = kIsOneRow ? 0 : min(tile * kRows + lane % 8, num_rows - 1);
+            const int chunk = (4 * j + lane / 8) ^ (row % 8);
+            uint32_t x[4];
+            load_matrices<false>(stage + Stage::kRowsAt + row * kRowBytes + chunk * 16, x);
+            for_all<2>([&](int k) {
+              float products[4] = {};
+              multiply_bfloats(products, weights[0][2 * k], weights[1][2 * k], weights[0][2 * k + 1],
+                               weights[1][2 * k + 1], x[2 * k], x[2 * k + 1]);
+              for_all<kIsOneRow ? 2 : 4>([&](int r) {
+                float& sum = sums[tile][kIsOneRow ? 2 * r : r];
+                sum = __fadd_rn(sum, products[kIsOneRow ? 2 * r : r]);
+              });
             });
           });
         });
       });
-    });
-    __syncwarp();
-    fetch_weights(slice + kStages * kWarps, stage);
-    fetch_rows(slice + kStages * kWarps, stage);
-    commit_copies();
-    stage += stage_bytes;
-    if (stage == stages + kStages * stage_bytes) stage = stages;
-  }
+      __syncwarp();
+      fetch_weights(slice + kStages * kWarps, stage);
+      fetch_rows(slice + kStages * kWarps, stage);
+      commit_copies();
+      stage += stage_bytes;
+      if (stage == end_of_stages) stage = stages;
+    }
 
-  // The sums of eight warps, in order, also of those without a slice.
-  constexpr int kSums = kRowTiles * kLanes * 4;
-  auto* const partial = reinterpret_cast<float*>(shared);
-  wait_for_copies<0>();
-  __syncthreads();
-  for_all<kRowTiles>([&](int tile) {
-    reinterpret_cast<float4*>(partial)[(warp * kRowTiles + tile) * kLanes + lane] =
-        make_float4(sums[tile][0], sums[tile][1], sums[tile][2], sums[tile][3]);
-  });
-  __syncthreads();
-  for (int i = threadIdx.x; i < kSums; i += kThreads) {
-    const int of_lane = i % 4, owner = i / 4 % kLanes, tile = i / 4 / kLanes;
-    const int row = tile * kRows + owner % 4 * 2 + of_lane % 2, output = owner / 4 + of_lane / 2 * kTileOutputs;
-    if (row >= num_rows) continue;
-    float sum = 0.f;
-    for_all<kWarps>([&](int w) { sum = __fadd_rn(sum, partial[w * kSums + i]); });
-    static_cast<__nv_bfloat16*>(params.out)[static_cast<int64_t>(first_row + row) * params.num_outputs + first_output +
-                                            output] = __float2bfloat16_rn(sum);
-  }
+    // The sums of eight warps, in order, also of those without a slice.
+    for_all<kRowTiles, kIsOneRow ? 1 : 2, 2>([&](int tile, int r, int half) {
+      const int row = tile * kRows + lane % 4 * 2 + r;
+      if (row < num_rows) {
+        sums_of_warps[(warp * most_rows + row) * kPairOutputs + half * kTileOutputs + lane / 4] = sums[tile][2 * half + r];
+      }
+    });
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_rows * kPairOutputs; i += kThreads) {
+      const int row = i / kPairOutputs, output = i % kPairOutputs;
+      float sum = 0.f;
+      for_all<kWarps>([&](int w) { sum = __fadd_rn(sum, sums_of_warps[w * most_rows * kPairOutputs + i]); });
+      static_cast<__nv_bfloat16*>(params.out)[static_cast<int64_t>(first_row + row) * params.num_outputs +
+                                              blockIdx.x * kPairOutputs + output] = __float2bfloat16_rn(sum);
+    }
 }
 
 template <int kRowTiles, int kGroups, int kStages, bool kIsOneRow>
 void launch_packed(const PackedLinearParams& params, void* stream) {
   const auto kernel = multiply_packed<kRowTiles, kGroups, kStages, kIsOneRow>;
   constexpr int kMostRows = kRowTiles * kRows;
-  // The sums of the warps take the place of the stages.
   const auto shared_bytes = [](int num_rows) {
-    return std::max(kWarps * kStages * Stage<kGroups>::bytes(num_rows), kWarps * kRowTiles * kLanes * 16);
+    return kWarps * kStages * Stage<kGroups>::bytes(num_rows) + sum_bytes(num_rows);
   };
+  const int num_rows = static_cast<int>(std::min<int64_t>(params.num_rows, kMostRows));
   remember(std::make_tuple(current_device().number), [&] {
-    const int most = shared_bytes(kIsOneRow ? 1 : kMostRows);
-    check_cuda("packed_linear", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+    check_cuda("packed_linear",
+               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes(kMostRows)),
                "the kernel must fit the GPU");
     return true;
   });
-  const dim3 grid(params.num_outputs / kCtaOutputs, static_cast<unsigned>((params.num_rows + kMostRows - 1) / kMostRows));
-  const int num_rows = static_cast<int>(std::min<int64_t>(params.num_rows, kMostRows));
+  const dim3 grid(params.num_outputs / kPairOutputs,
+                  static_cast<unsigned>((params.num_rows + kMostRows - 1) / kMostRows));
   launch("packed_linear", kernel,
          {grid, kThreads, static_cast<size_t>(shared_bytes(num_rows)), stream,
           may_overlap(reinterpret_cast<const void*>(kernel))},
@@ -221,7 +227,7 @@ void launch_packed(const PackedLinearParams& params, void* stream) {
 
 template <int kGroups>
 void launch_packed(const PackedLinearParams& params, void* stream) {
-  if (params.num_rows == 1) return launch_packed<1, kGroups, 4, true>(params, stream);
+  if (params.num_rows == 1) return launch_packed<1, kGroups, 3, true>(params, stream);
   if (params.num_rows <= kRows) return launch_packed<1, kGroups, 4, false>(params, stream);
   return launch_packed<2, kGroups, 2, false>(params, stream);
 }
