@@ -54,7 +54,15 @@ MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
-OPTIONAL_FILES += ("decode_few_bits", "decode_uneven", "dequantize", "weights", "batching_weights", "itl")
+OPTIONAL_FILES += (
+    "decode_few_bits",
+    "decode_pages",
+    "decode_uneven",
+    "dequantize",
+    "weights",
+    "batching_weights",
+    "itl",
+)
 # Of a model whose weights are too large for the repository. Its parts say so until there are results.
 LARGER_FILES = ("recipes_larger", "ablation_larger", "ablation_larger_outliers")
 NOT_MEASURED = "Not measured yet."
@@ -138,6 +146,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     for part, name, rows, caption_of in (
         ("few-bits", "decode_few_bits", render_shares.few_bits_table, render_shares.few_bits_caption),
         ("uneven", "decode_uneven", render_shares.uneven_table, render_shares.uneven_caption),
+        ("pages", "decode_pages", render_shares.pages_table, render_shares.pages_caption),
         ("prompt", "dequantize", render_shares.prompt_table, render_shares.prompt_caption),
     ):
         if name in results:

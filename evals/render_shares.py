@@ -53,6 +53,32 @@ def uneven_caption(results: dict[str, Any]) -> str:
     )
 
 
+def pages_table(results: dict[str, Any]) -> str:
+    """Per preset: the time of each case with equal lengths, side by side in rows and in pages."""
+    cases = [case for case in results["cases"] if not case["shape"]["is_ragged"]]
+    lines: dict[str, list[str]] = {}
+    for case in cases:
+        for row in case["rows"]:
+            plain, pages = row["median_us"], row["pages"]["median_us"]
+            cells = lines.setdefault(row["preset"], [f"`{row['preset']}`"])
+            cells += [f"{plain:.0f}", f"{pages:.0f}", f"{pages / plain - 1:+.1%}"]
+    headings = ["preset"]
+    for case in cases:
+        headings += [f"{_name(case)}, µs", "in pages", "longer"]
+    return table(headings, list(lines.values()))
+
+
+def pages_caption(results: dict[str, Any]) -> str:
+    """What was measured, and how near batches of unequal lengths come to the bandwidth."""
+    uneven = next(case for case in results["cases"] if case["shape"]["is_ragged"])
+    shares = (f"`{row['preset']}` reaches {row['pages']['share']:.0%}" for row in uneven["rows"])
+    return (
+        "One decode step of one layer with 32 query and 8 key-value heads of 128, over sequences of equal length. "
+        f"With lengths spread evenly over a range ({_name(uneven)}), in pages {', '.join(shares)} of the read "
+        f"bandwidth. {_origin(results)}, `evals/results/decode_pages.json`."
+    )
+
+
 def prompt_table(results: dict[str, Any]) -> str:
     """Per preset: the time of quantising a prompt and of the way back, and their shares of a copy's bandwidth."""
     lines = [

@@ -41,19 +41,19 @@ class Method:
         kernel: Computes the products.
         packages: What must be installed.
         replace: Makes the quantised layer, which may be the layer itself; `None` for a layer that stays.
-        products: Of `packed_linear.PRODUCTS`, those that captured steps may choose.
+        product: The one of `packed_linear.PRODUCTS` that captured steps may choose.
     """
 
     kernel: str
     packages: tuple[str, ...] = ()
     replace: Callable[[nn.Linear], nn.Module] | None = None
-    products: tuple[str, ...] = (packed_linear.OURS,)
+    product: str = packed_linear.OURS
 
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
-        """Captured steps choose among the `products` of this method."""
-        products = {name: packed_linear.PRODUCTS[name] for name in self.products}
-        with mock.patch.dict(packed_linear.PRODUCTS, products, clear=True):
+        """Captured steps choose the `product` of this method, or none."""
+        only = {self.product: packed_linear.PRODUCTS[self.product]}
+        with mock.patch.dict(packed_linear.PRODUCTS, only, clear=True):
             yield
 
     @property
@@ -125,7 +125,7 @@ BF16 = "bf16"
 METHODS: dict[str, Method] = {
     BF16: Method("cuBLAS"),
     "hf_kvquant": Method("packed_linear", ("torchao",), _torchao("tile_packed_to_4d")),
-    "tinygemm": Method("_weight_int4pack_mm", ("torchao",), _torchao("tile_packed_to_4d"), (packed_linear.OF_TORCH,)),
+    "tinygemm": Method("_weight_int4pack_mm", ("torchao",), _torchao("tile_packed_to_4d"), packed_linear.OF_TORCH),
     "gemlite": Method("GEMV_REVSPLITK, GEMM_SPLITK, GEMM", ("gemlite",), _gemlite),
     "mslk": Method("bf16i4bf16_rowwise", ("torchao", "mslk-cuda"), _torchao("plain")),
     "mslk-shuffled": Method("bf16i4bf16_shuffled", ("torchao", "mslk-cuda"), _torchao("preshuffled")),

@@ -17,8 +17,7 @@ namespace {
 
 constexpr int kNumWarps = 4;
 constexpr int kTokens = 8;   // of a lane, loaded together: the kernel waits for memory, so much has to be under way
-// Thread blocks on a multiprocessor. With scales of blocks, a thread needs more registers.
-constexpr int kMinCtas = 8, kMinCtasOfBlocks = 6;
+constexpr int kMinCtas = 8;  // on a multiprocessor
 
 // Eight channels of a row as loaded.
 template <Storage kStorage>
@@ -39,46 +38,22 @@ struct Head {
   uint8_t* codes;
   const half_bits *scale, *zero;  // of the lane's group; with channel scales, of its channels
   int c, block = -1;              // the block of tokens whose scales are here:
-  float scales[kChunk], zeros[kChunk];
-  uint4 scale_words, zero_words;  // as loaded
-  bool is_aligned;                // whether those can be loaded 16 bytes at a time
+  half_bits scales[kChunk], zeros[kChunk];
 
   __device__ Head(const Side& side, int64_t b, int64_t h, int c) : side(side), codes(code_row(side, b, h, 0)), c(c) {
     if (kStorage == Storage::none) return;
     const int group = kHasBlocks ? 0 : c / (side.head_dim / side.num_groups);
     scale = scale_at(side, b, h, group, 0) + (kHasBlocks ? c : 0);
     zero = side.is_symmetric ? nullptr : zero_at(side, b, h, group, 0) + (kHasBlocks ? c : 0);
-    const auto address = reinterpret_cast<uintptr_t>(scale) | reinterpret_cast<uintptr_t>(zero);
-    is_aligned = (address | side.scale_stride_g * sizeof(half_bits) | side.zero_stride_g * sizeof(half_bits)) % 16 == 0;
   }
 
-  // The scales of a block of tokens for the lane's channels.
-  __device__ __forceinline__ void load_scales(int number) {
-    block = number;
-    const auto eight = [this](const half_bits* from) {
-      if (is_aligned) return *reinterpret_cast<const uint4*>(from);
-      const auto two = [from](int i) { return from[i] | uint32_t{from[i + 1]} << 16; };
-      return uint4{two(0), two(2), two(4), two(6)};
-    };
-    scale_words = eight(scale + block * side.scale_stride_g);
-    zero_words = eight(zero + block * side.zero_stride_g);
-  }
-
-  // Once for all tokens of a block.
-  __device__ __forceinline__ void widen_scales() {
-    widen(scale_words, Dtype::fp16, scales);
-    widen(zero_words, Dtype::fp16, zeros);
-  }
-
-  __device__ __forceinline__ Raw<kStorage> load(int row) {
+  __device__ __forceinline__ Raw<kStorage> load(int row) const {
     uint8_t* const from = codes + row * side.codes_stride_t;
     Raw<kStorage> raw = {};
     if constexpr (kStorage == Storage::none) {
       // float32 is too wide to wait in registers; see `finish`.
       if (side.dense_dtype != Dtype::fp32) raw.words = reinterpret_cast<const uint4*>(from)[c / kChunk];
     } else {
-      // Nearly all tokens of a lane are of one block, so these come with the codes.
-      if (kHasBlocks && block < 0) load_scales(row / kBlockSize);
       raw.codes = Codes<kStorage>::load(Codes<kStorage>::at(from, c));
       if (!kHasBlocks) raw.scale = scale[row * side.scale_stride_t];
       if (!kHasBlocks && zero != nullptr) raw.zero = zero[row * side.zero_stride_t];
@@ -93,13 +68,16 @@ struct Head {
       widen(raw.words, side.dense_dtype, x);
     } else {
       if (kHasBlocks && row / kBlockSize != block) {
-        load_scales(row / kBlockSize);
-        widen_scales();
+        block = row / kBlockSize;
+        for_all<kChunk>([&](int k) {
+          scales[k] = scale[block * side.scale_stride_g + k];
+          zeros[k] = zero[block * side.zero_stride_g + k];
+        });
       }
       const float offset = code_offset(kStorage, side.is_symmetric);
-      const float own_scale = half_to_float(raw.scale), own_zero = half_to_float(raw.zero);
       for_all<kChunk>([&](int k) {
-        x[k] = raw.codes.value(k, offset) * (kHasBlocks ? scales[k] : own_scale) + (kHasBlocks ? zeros[k] : own_zero);
+        const half_bits own_scale = kHasBlocks ? scales[k] : raw.scale, own_zero = kHasBlocks ? zeros[k] : raw.zero;
+        x[k] = raw.codes.value(k, offset) * half_to_float(own_scale) + half_to_float(own_zero);
       });
     }
   }
@@ -115,7 +93,7 @@ __device__ __forceinline__ void undo_transform(const KeyTransform& transform, co
 
 // One side. A warp takes kTokens tokens in each of its rows.
 template <Storage kStorage, bool kHasBlocks, bool kIsTransformed>
-__global__ void __launch_bounds__(kNumWarps* kLanes, kHasBlocks ? kMinCtasOfBlocks : kMinCtas)
+__global__ void __launch_bounds__(kNumWarps* kLanes, kMinCtas)
     dequantize_side(const __grid_constant__ DequantizeParams params, bool is_key, unsigned ctas_of_head, Laps laps,
                     int max_length) {
   const Side& side = is_key ? params.key_side : params.value_side;
@@ -139,7 +117,6 @@ __global__ void __launch_bounds__(kNumWarps* kLanes, kHasBlocks ? kMinCtasOfBloc
     raw[r] = {};
     if (i < end && is_held(position)) raw[r] = head.load(laps.row(position));
   }
-  if constexpr (kHasBlocks) head.widen_scales();
   LaneTransform<kChunk> own;
   if constexpr (kIsTransformed) own = {params.key_transform, side.head_dim, static_cast<int>(h), c};
   void* const out = is_key ? params.key : params.value;
