@@ -758,10 +758,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-# torchao's tile-packed int4 weights: outputs of a tile, inputs of a slice of it, and the inputs of a word within it.
+# torchao's tile-packed int4 weights: outputs of a tile, inputs of a slice of it, and inputs that may share a scale.
 PACKED_OUTPUTS, PACKED_INPUTS = 8, 128
-_WORD_INPUTS = torch.tensor([0, 1, 8, 9, 16, 17, 24, 25])
-_WORD_SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])
 PACKED_GROUP_SIZES = (32, 64, 128, 256)
 
 
@@ -773,8 +771,8 @@ def packed_linear(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_size: 
 
     Args:
         x: `[rows, inputs]` bfloat16, a multiple of 128 inputs.
-        codes: `[outputs / 8, inputs / 128, 32, 4]` int32. Number 4g + t of the axis of 32 belongs to output g of the
-            tile. Word j has inputs 32j + 2t + (0, 1, 8, 9, 16, 17, 24, 25) of the 128.
+        codes: `[outputs / 8, inputs / 128, 32, 4]` int32: 8 outputs and 128 inputs in a tile. Word j of lane 4g + t is
+            of output g. Its four bits from bit 16h + 4n on are the code of input 32j + 8n + 2t + h.
         scale_and_zero: `[inputs / group_size, outputs, 2]` bfloat16.
         group_size: Inputs that share a scale and a zero: 32, 64, 128 or 256.
 
@@ -798,12 +796,10 @@ def packed_linear(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_size: 
         )
     sizes = (inputs // group_size, len(codes) * PACKED_OUTPUTS, 2)
     _check_shape("packed_linear", "scale_and_zero", scale_and_zero, str(list(sizes)), sizes)
-    shifts = _WORD_SHIFTS.to(codes.device)
-    # [tile, slice, g, t, word, inputs of it] to [tile, g, slice, inputs of it]
-    unpacked = (codes.unflatten(2, (PACKED_OUTPUTS, 4)).unsqueeze(-1) >> shifts & 15).permute(0, 2, 1, 4, 3, 5)
-    place = (32 * torch.arange(4)[:, None, None] + 2 * torch.arange(4)[:, None] + _WORD_INPUTS).flatten()
-    in_order = torch.empty_like(unpacked.flatten(3))
-    in_order[..., place.to(codes.device)] = unpacked.flatten(3)
+    shifts = 4 * torch.arange(8, device=codes.device).view(2, 4)
+    # [tile, slice, g, t, j, h, n] to [tile, g, slice, j, n, t, h]
+    unpacked = (codes.unflatten(2, (PACKED_OUTPUTS, 4))[..., None, None] >> shifts & 15).permute(0, 2, 1, 4, 6, 3, 5)
     scale, zero = scale_and_zero.transpose(0, 1).repeat_interleave(group_size, 1).double().unbind(-1)
-    weight = ((in_order.view(sizes[1], inputs) - 8) * scale + zero).to(torch.bfloat16)
-    return (x.float() @ weight.float().T).to(torch.bfloat16)
+    weight = ((unpacked.reshape(sizes[1], inputs) - 8) * scale + zero).to(torch.bfloat16)
+    product: Tensor = x.float() @ weight.float().T
+    return product.to(torch.bfloat16)
