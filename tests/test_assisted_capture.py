@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.generate import hook
 from hf_kvquant.graphs import assisted, capture
-from hf_kvquant.state import Captures, notes_on
+from hf_kvquant.state import Captures, notes_on, patch_of
 
 INT8 = {"preset": "int8"}
 NEW_TOKENS = 40  # so many that some numbers of proposals come three times, and are replayed
@@ -146,6 +146,19 @@ def test_padding(model: Any, assistant: Any, helper: str, hidden: tuple[int, ...
         actual = captured(model, INT8, attention_mask=mask, **options)
     compare.assert_same(actual, expected.cpu(), "tokens")
     check_replayed(model)
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["growing", "captured"])
+def test_assistants_see_padding_tokens_that_the_mask_shows(model: Any, assistant: Any, is_captured: bool) -> None:
+    """They must not hide them, as transformers does if it gives an assistant no mask: attention would fall back."""
+    prompt = [*PROMPT[:4], PAD, *PROMPT[4:]]
+    expected = uncaptured(model, INT8, prompt=prompt)
+    config = {**INT8, "capture": is_captured}
+    with patched(model, config), patched(assistant, config):
+        actual = generated(model, prompt, assistant_model=assistant)
+        fallbacks = patch_of(assistant).fallbacks
+        assert fallbacks and not any(fallbacks.values())
+    compare.assert_same(actual, expected.cpu(), "tokens")
 
 
 @CPU_ONLY

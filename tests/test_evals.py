@@ -635,15 +635,15 @@ def test_weights_that_can_be_guessed(generating: ModuleType, model_type: str, is
     assert len(assistant.model.layers) == 2 and len(model.model.layers) == 16
     shared = [each.model.layers[1].mlp.up_proj.weight.data_ptr() for each in (model, assistant)]
     assert shared[0] == shared[1]
-    tokens = torch.arange(1024)
+    tokens = torch.arange(1, 1025)  # not the padding token
     with torch.no_grad():
         expected, guessed = (each(tokens[None]).logits[0].argmax(dim=-1) for each in (model, assistant))
-    assert torch.equal(expected, (tokens + 1) % 1024)
+    assert torch.equal(expected, tokens.roll(-1))
     assert 0.15 < (guessed != expected).float().mean() < 0.25
     # The prompt goes around as well, but for jumps from a fifth of its tokens.
     prompt = scenarios.circling_prompt(model, 2000)
     assert prompt.shape == (1, 2000) and torch.equal(prompt, scenarios.circling_prompt(model, 2000))
-    assert 0.15 < (prompt[0, 1:] != (prompt[0, :-1] + 1) % 1024).float().mean() < 0.25
+    assert 0.15 < (prompt[0, 1:] != prompt[0, :-1] % 1024 + 1).float().mean() < 0.25
 
 
 # --- the benchmark of many new tokens ---------------------------------------------------------------------------------

@@ -84,6 +84,8 @@ def prepare_cache(
         return (fall_through or getattr(type(model), HOOK))(model, generation_config, model_kwargs, *args)
 
     check_folded(model, "generate")
+    if generation_config.is_assistant and patch_of(model) is not None:
+        _drop_guessed_mask(generation_config, model_kwargs)
     _check_given(call)
     config = _config_of(call)
     if config is None:
@@ -112,6 +114,18 @@ def prepare_cache(
     if generation_config.is_assistant:
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
     return None
+
+
+def _drop_guessed_mask(options: Any, inputs: dict[str, Any]) -> None:
+    """Drop the mask of an assistant's call if the model that it assists has dropped one that hides nothing.
+
+    In transformers 5.18 to 5.23 an assistant gets none then, and hides every padding token that it finds in the text,
+    although the model sees them. Attention with such holes falls back.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is not None and getattr(options, "_mask_length", None) is not None:
+        options._mask_length = mask.shape[-1]  # before, that of the assisted model's prompt
+        inputs["attention_mask"] = None
 
 
 def _assisted_length(model: PreTrainedModel, generation_config: Any, max_length: int) -> int | None:
