@@ -155,6 +155,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         weights = results["weights"]
         paragraphs["weights"] = [render_weights.step_table(weights), render_weights.caption(weights)]
         paragraphs["weights-kernels"] = [render_weights.rate_table(weights)]
+        paragraphs["summary"][1] += f" {render_weights.gain_sentence(weights)}"
     if "batching_weights" in results:
         batching = results["batching_weights"]
         paragraphs["batching-weights"] = [
