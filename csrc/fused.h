@@ -12,7 +12,7 @@ constexpr int kFusedVector = 4;          // numbers that are loaded at a time
 constexpr int kMinSummedChannels = 128;  // shorter rows need `mean`
 constexpr int kMaxNormChannels = 16384;
 constexpr int kMaxRotaryHeadDim = 1024;
-constexpr int kPackedInputs = 128, kPackedOutputs = 8;  // of a tile of packed weights, and of a slice of one
+constexpr int kPackedOutputs = 8, kPackedInputs = 128;  // packed weights: of a tile, and of a slice of one
 
 struct RmsNormParams {
   const void* x;       // [num_rows, num_channels], contiguous
