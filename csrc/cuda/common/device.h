@@ -46,6 +46,12 @@ struct Launch {
   bool may_overlap;
 };
 
+// For a kernel that calls `wait_for_launch_before`: its thread blocks may start before the previous launch ends.
+template <class Kernel>
+Launch early(Kernel kernel, dim3 grid, int num_threads, size_t shared_bytes, void* stream) {
+  return {grid, num_threads, shared_bytes, stream, may_overlap(reinterpret_cast<const void*>(kernel))};
+}
+
 // `arguments` points to each argument. Throws if the kernel cannot start.
 void launch(const char* where, const void* kernel, const Launch& how, void** arguments);
 

@@ -66,12 +66,6 @@ struct alignas(kFusedVector * sizeof(Element<kDtype>)) Vector {
 
 // --- launches
 
-// Thread blocks may start before the previous launch ends: every kernel here calls `wait_for_launch_before`.
-template <class Kernel>
-Launch early(Kernel kernel, dim3 grid, int num_threads, void* stream) {
-  return {grid, num_threads, 0, stream, may_overlap(reinterpret_cast<const void*>(kernel))};
-}
-
 // Calls `use` with the dtype as a constant.
 template <class Use>
 void for_dtype(Dtype dtype, Use use) {
@@ -278,7 +272,7 @@ void rms_norm(const RmsNormParams& params, void* stream) {
                             ? (is_short ? norm_row<kDtype, kFew, false> : norm_row<kDtype, kMany, false>)
                             : (is_short ? norm_row<kDtype, kFew, true> : norm_row<kDtype, kMany, true>);
     const dim3 grid(static_cast<unsigned>(params.num_rows));
-    launch("rms_norm", kernel, early(kernel, grid, num_threads, stream), params, threads, factor);
+    launch("rms_norm", kernel, early(kernel, grid, num_threads, 0, stream), params, threads, factor);
   });
 }
 
@@ -288,7 +282,7 @@ void rotary(const RotaryParams& params, void* stream) {
   const dim3 grid((num_heads + heads_per_cta - 1) / heads_per_cta, params.q_len, params.batch);
   for_dtype(params.query.dtype, [&](auto dtype) {
     const auto kernel = rotate_heads<decltype(dtype)::value>;
-    launch("rotary", kernel, early(kernel, grid, half * heads_per_cta, stream), params, heads_per_cta);
+    launch("rotary", kernel, early(kernel, grid, half * heads_per_cta, 0, stream), params, heads_per_cta);
   });
 }
 
@@ -297,7 +291,7 @@ void silu_mul(const SiluMulParams& params, void* stream) {
   const dim3 grid(static_cast<unsigned>((num_vectors + kElementwiseThreads - 1) / kElementwiseThreads));
   for_dtype(params.dtype, [&](auto dtype) {
     const auto kernel = multiply_by_silu<decltype(dtype)::value>;
-    launch("silu_mul", kernel, early(kernel, grid, kElementwiseThreads, stream), params);
+    launch("silu_mul", kernel, early(kernel, grid, kElementwiseThreads, 0, stream), params);
   });
 }
 

@@ -3,11 +3,11 @@
 // instruction, add the products of a warp one by one in float32, and then those of eight warps in order. A captured
 // step may therefore use either.
 //
-// What differs is how memory is read. PyTorch's kernel waits for each load, and reads the rows in words of 4 bytes.
-// Here, a warp keeps several slices of weights under way while it multiplies one, and begins before the previous launch
-// ends. And the weights are the A operand: 16 outputs by 8 rows in one instruction instead of 8 outputs by 16 rows, so
-// few rows take half as many. One row then takes 0.6 of the time, eight rows 0.4 (layers of Llama 3 8B, H200, 2026-11).
-// Thread blocks that went through several pairs of tiles were slower: they take more registers.
+// What differs is how memory is read. PyTorch's kernel loads a slice, then multiplies it, and reads rows in words of 4
+// bytes. Here, a warp keeps several slices of weights under way while it multiplies one, and begins before the
+// previous launch ends. And the weights are the A operand: 16 outputs by 8 rows in one instruction instead of 8 outputs
+// by 16 rows, so few rows take half as many. One row then takes 0.6 of the time, eight rows 0.4 (layers of Llama 3 8B,
+// H200, 2026-11). Thread blocks that went through several pairs of tiles took 1.1 times as long, and more registers.
 //
 // Layout of the codes, [num_outputs / 8, num_inputs / 128, 32, 4] int32: a tile has 8 outputs, a slice of it 128
 // inputs. Word j of lane (g, t) is of output g: its four bits from bit 16h + 4n on are the code of input 32j + 8n + 2t
@@ -215,31 +215,27 @@ constexpr int shared_bytes(int num_stages, int num_rows) {
 template <int kRowTiles, int kGroups, int kStages, bool kIsOneRow>
 void launch_packed(const PackedLinearParams& params, void* stream) {
   const auto kernel = multiply_packed<kRowTiles, kGroups, kStages, kIsOneRow>;
-  constexpr int kMostRows = kRowTiles * kRows, kMostBytes = shared_bytes<kGroups>(kStages, kMostRows);
-  const int num_rows = static_cast<int>(std::min<int64_t>(params.num_rows, kMostRows));
-  remember(std::make_tuple(current_device().number), [&] {
+  constexpr int kMostRows = kRowTiles * kRows;
+  const Device device = current_device();
+  // For eight rows, compute capabilities 8.6 and 8.9 have too little (computed): captured steps take PyTorch's kernel.
+  const int most_bytes = std::min(shared_bytes<kGroups>(kStages, kMostRows), device.bytes_per_cta);
+  remember(std::make_tuple(device.number), [&] {
     check_cuda("packed_linear",
-               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
+               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes),
                "the kernel must fit the GPU");
     return true;
   });
+  const int num_rows = static_cast<int>(std::min<int64_t>(params.num_rows, kMostRows));
   const dim3 grid(params.num_outputs / kPairOutputs,
                   static_cast<unsigned>((params.num_rows + kMostRows - 1) / kMostRows));
-  launch("packed_linear", kernel,
-         {grid, kThreads, static_cast<size_t>(shared_bytes<kGroups>(kStages, num_rows)), stream,
-          may_overlap(reinterpret_cast<const void*>(kernel))},
-         params);
+  const int bytes = shared_bytes<kGroups>(kStages, num_rows);
+  launch("packed_linear", kernel, early(kernel, grid, kThreads, bytes, stream), params);
 }
 
 template <int kGroups>
 void launch_packed(const PackedLinearParams& params, void* stream) {
   if (params.num_rows == 1) return launch_packed<1, kGroups, 3, true>(params, stream);
-  if (params.num_rows <= kRows) {
-    // Compute capabilities 8.6 and 8.9 have less shared memory.
-    const bool is_short = current_device().bytes_per_cta < shared_bytes<kGroups>(4, kRows);
-    return is_short ? launch_packed<1, kGroups, 3, false>(params, stream)
-                    : launch_packed<1, kGroups, 4, false>(params, stream);
-  }
+  if (params.num_rows <= kRows) return launch_packed<1, kGroups, 4, false>(params, stream);
   return launch_packed<2, kGroups, 2, false>(params, stream);
 }
 

@@ -13,9 +13,6 @@ constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
 
 // The fewest query rows of a key-value head for which the chunk kernel is faster (H200, 2026-11): where the attention
 // kernel would read the codes more than four times, but for short caches, of which the chunk kernel's start takes most.
-// Tiles of 32 rows instead of 16 read the codes half as often and were slower: 75 instead of 44 us for 8 tokens, 102
-// instead of 76 for 16 (int8, 1 x 32k). They take so many registers that few warps are left to hide latencies (computed,
-// not profiled).
 constexpr int kMinChunkRows = 65, kMinChunkRowsOfShort = 128, kShortCapacity = 8192;
 constexpr int kUnitChannels = 16;  // that a thread of it takes at a time
 
