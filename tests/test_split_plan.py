@@ -144,10 +144,16 @@ def test_plans_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("preset", "rows", "expected"), [("int4", "linear", True), ("int4", "ring", False), ("none", "linear", False)]
+    ("key", "value", "rows", "expected"),
+    [
+        ("int4", "int4", "linear", True),
+        ("none", "none", "linear", True),
+        ("int4", "int4", "ring", False),
+        ("int8", "none", "linear", False),
+    ],
 )
-def test_a_gpu_takes_plans_for_codes(preset: str, rows: Rows, expected: bool, device: str) -> None:
-    layout = KVLayout(*PRESETS[preset], rows=rows)
+def test_a_gpu_takes_plans_for_pairs_of_formats(key: str, value: str, rows: Rows, expected: bool, device: str) -> None:
+    layout = KVLayout(PRESETS[key][0], PRESETS[value][1], rows=rows)
     planes = layout.allocate((2, 2, 64, 64), 128, dtype=torch.bfloat16, device=torch.device(device))
     assert ops.Operands(*planes, layout).takes_split_plan is (expected and device == "cuda")
 
@@ -217,7 +223,7 @@ def test_the_kernel_makes_the_plan_of_the_reference(batch: int, most: int) -> No
 
 
 @CUDA_ONLY
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("int4-channel", "none")])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "int4-channel"])
 @pytest.mark.parametrize("lengths", [[2000, 5, 128, 0, 700, 1], [1], [4000], [130] * 40])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_plan_changes_no_more_than_roundings(name: str, lengths: list[int], is_new: bool) -> None:
@@ -293,7 +299,7 @@ def planned(
 @CUDA_ONLY
 @pytest.mark.parametrize("head_dim", [128, 96])  # rows of 96 channels have gaps
 @pytest.mark.parametrize("windows", [{}, {"sink_length": 4, "residual_length": 40}], ids=["codes", "windows"])
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "none"])
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(
     ("lengths", "starts"),
     [

@@ -28,7 +28,7 @@ struct AttendKernel {
   int slot_floats;               // of a thread block's partial result
   Scales scales;
   bool has_key_zero, has_value_zero;
-  bool has_pairs;  // a warp quantises a new key and its value side by side; this needs are_pairs in choose.cpp
+  bool has_pairs;  // a warp takes a new key and its value side by side; this needs are_pairs in choose.cpp
   int num_threads;  // of a thread block of a chunk kernel; 0: the plan chooses
   // Merges the parts of a chunk kernel, `combine_ctas` thread blocks for a unit; nullptr: the kernel does that itself.
   void (*combine)(DecodeParams, NewTokens, DecodePlan, float* workspace);
@@ -160,7 +160,7 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
 
 void dequantize(const DequantizeParams& params, void* stream);
 
-// The kernel for all calls that no other kernel serves: float32 queries, storage type `none`, mixtures of formats.
+// The kernel for all calls that no other kernel serves: float32 queries, mixtures of formats.
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
 
 }  // namespace hf_kvquant::cuda

@@ -46,8 +46,8 @@ class Operands:
             codes.device, layout.key.head_dim_of(codes), layout.value.head_dim_of(value_planes.codes)
         )
         # Whether the kernel for few query rows serves, which alone takes a split plan; others ignore it.
-        has_codes = all(each.is_quantized for each in layout.formats)
-        self.takes_split_plan = serves and codes.device.type == "cuda" and has_codes and not layout.is_ring
+        is_mixed = layout.key.is_quantized != layout.value.is_quantized
+        self.takes_split_plan = serves and codes.device.type == "cuda" and not is_mixed and not layout.is_ring
         # Overloads: looking up a name in every call would take 2 of 17 us on a CPU.
         self._append = (torch_ops.append if serves else torch_ops.append_reference).default
         self._dequantize = torch_ops.dequantize.default if serves and codes.device.type == "cuda" else None

@@ -19,7 +19,10 @@
 // of the same code differed by 1.5 %, though the slower one executed fewer instructions and alone took no more clocks.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/quantize.cuh"
+#include "plain_attention.cuh"
 #include "tails.cuh"
 #include "warp_attention.cuh"
 
@@ -80,6 +83,23 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
   append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, to, h, row, lane);
 }
 
+// The same for storage type none: one warp copies both rows, whose dtype are_pairs has compared.
+template <class Shape>
+__device__ __forceinline__ void copy_token(const DecodeParams& params, const NewTokens& new_tokens,
+                                           const DecodePlan& plan, const Segment& segment, int i, int t, int lane) {
+  const int row = plan.laps.row(t), slot = Shape::kIsPaged ? plan.laps.slot(segment.b, t) : segment.b;
+  const auto copy = [&](const Dense& dense, const Side& side) {
+    const uint16_t* const from = static_cast<const uint16_t*>(dense.data) + segment.b * dense.stride_b +
+                                 segment.h * dense.stride_h + i * dense.stride_t;
+    uint8_t* const to = code_row(side, slot, segment.h, row);
+    for (int c = lane * kChunk; c < side.head_dim; c += kLanes * kChunk) {
+      *reinterpret_cast<uint4*>(to + 2 * c) = *reinterpret_cast<const uint4*>(from + c);
+    }
+  };
+  copy(new_tokens.key, params.key_side);
+  copy(new_tokens.value, params.value_side);
+}
+
 // Eight warps run on a multiprocessor, in one thread block or two, with all of its registers, so each has enough
 // independent instructions to hide its own latencies. Twice as many warps of 128 registers were slower (H200, 2026-11:
 // int4 at 64 x 8k 88 % of bandwidth instead of 90 %), and so were four thread blocks of two warps.
@@ -92,6 +112,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     attend(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens new_tokens,
            const __grid_constant__ DecodePlan plan, float* workspace) {
   using Pipeline = typename Shape::StepPipeline;
+  using Attention = std::conditional_t<Shape::kIsPlain, PlainAttention<Shape>, WarpAttention<Shape>>;
   constexpr int kRowsOfWarp = Shape::kRows / kMinAttendWarps;  // at most; fewer with more warps
   extern __shared__ __align__(128) unsigned char memory[];
   unsigned char* planes = memory;
@@ -148,7 +169,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if constexpr (Shape::kIsBlocked) {
     Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
-  const bool has_dense_tokens = plan.plain_query_at > 0;
+  const bool has_dense_tokens = !Shape::kIsPlain && plan.plain_query_at > 0;
   if (has_dense_tokens) {
     expect_dense_tokens(params, plan, bounds, tail_slot<Shape::kIsPaged>(plan, segment.b), segment.h,
                         first_tile(plan, segment, warp), lane);
@@ -163,7 +184,12 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     for (int t = held.begin; t < held.end; ++t) {
       const int step = step_of<Pipeline::kStepTokens>(t);
       if ((step & (num_warps - 1)) != warp || share_of_step(plan, segment, step) != segment.share) continue;
-      append_token<Shape>(params, new_tokens, plan, segment, pair, t - (bounds.length - new_tokens.q_len), t, lane);
+      const int i = t - (bounds.length - new_tokens.q_len);
+      if constexpr (Shape::kIsPlain) {
+        copy_token<Shape>(params, new_tokens, plan, segment, i, t, lane);
+      } else {
+        append_token<Shape>(params, new_tokens, plan, segment, pair, i, t, lane);
+      }
     }
     __syncwarp();
     if constexpr (Shape::kIsBlocked) {
@@ -212,8 +238,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
 
   // --- attend
   const int of_tail = Shape::kIsBlocked ? tail_slot<Shape::kIsPaged>(plan, segment.b) : 0;
-  WarpAttention<Shape> attention(params, planes, factors, query_sums, first_of_tail / Pipeline::kStepTokens, of_tail,
-                                 lane);
+  Attention attention(params, planes, factors, query_sums, first_of_tail / Pipeline::kStepTokens, of_tail, lane);
   const unsigned char* before = stages;
   stage = 0;
   for (int step = first_step; step < segment.last_step; step += stride) {
@@ -239,7 +264,9 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     before = at;
     stage = stage == num_stages - 1 ? 0 : stage + 1;
   }
-  if (first_step < segment.last_step) attention.add_values(before);
+  if constexpr (!Shape::kIsPlain) {
+    if (first_step < segment.last_step) attention.add_values(before);
+  }
   attention.finish();
 
   // --- merge the warps, then the parts. A warp's output overwrites its pipeline.

@@ -21,6 +21,7 @@ constexpr AttendRow row() {
 }
 
 constexpr AttendRow kAttendTable[] = {
+    row<Storage::none, Storage::none, false, false, Scales::rows>(),  // of the query's dtype, without a key transform
     row<Storage::int8, Storage::int8, false, false, Scales::rows>(),
     row<Storage::int8, Storage::int4, false, true, Scales::rows>(),
     row<Storage::int4, Storage::int4, true, true, Scales::rows>(),

@@ -26,9 +26,9 @@ namespace hf_kvquant::cuda {
 // load values of rows 2t read neighbouring ones. An even row and the next odd one differ in parity and in bit 1.
 __host__ __device__ constexpr int slot_of_row(int g) { return g & 1 ? 4 + ((g >> 1) ^ 3) : g >> 1; }
 
-// Rows of kRowBytes (32, 64, 128 or 256) in shared memory. Rows 8 apart share banks. Where several rows fit into a line
-// of 128 bytes, the slot is shifted so that neighbours in a copy (same slot, consecutive b) are in different parts of
-// the line.
+// Rows of kRowBytes (32, 64, 128, 256 or 512) in shared memory. Rows 8 apart share banks. Where several rows fit into a
+// line of 128 bytes, the slot is shifted so that neighbours in a copy (same slot, consecutive b) are in different parts
+// of the line.
 //
 // Addresses are cheap because of how the permutations combine: the lane's part (its slot, its chunk) and the part known
 // at compile time (b, the number of a load or copy) meet in an exclusive or. So `offset` of both is (offset of the
@@ -101,6 +101,12 @@ struct ValueWords {
 template <int kRowBytes>
 __host__ __device__ constexpr uint32_t matrix_row(int lane) {
   return RowLayout<kRowBytes>::offset(slot_of_row(lane & 7), lane >> 3 & 1, lane >> 4 << 4);
+}
+
+// The same for 16-bit numbers: row l % 8 of half tile `half`, chunk `chunk` of two.
+template <int kRowBytes>
+__host__ __device__ constexpr uint32_t plain_matrix_row(int lane, int half, int chunk) {
+  return RowLayout<kRowBytes>::offset(lane & 7, half, chunk << 4);
 }
 
 // a + b in float16, both halves.

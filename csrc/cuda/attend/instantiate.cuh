@@ -21,13 +21,13 @@ AttendKernel kernel_of() {
           Shape::kScales,
           Shape::kHasKeyZero,
           Shape::kHasValueZero,
-          Shape::kHasPairs};
+          Shape::kHasPairs || Shape::kIsPlain};
 }
 
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales, int kHeadDim,
           bool kIsPaged>
 AttendKernel kernel_for_rows(int num_rows) {
-  if constexpr (kKey != Storage::fp8) {
+  if constexpr (is_integer(kKey)) {
     using Four = Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 4, kIsPaged>;
     if (num_rows <= 4) return kernel_of<Four>();
   }
@@ -35,14 +35,14 @@ AttendKernel kernel_for_rows(int num_rows) {
   if (num_rows <= 8) return kernel_of<Eight>();
   // In granularity channel, scaled queries of 16 rows of 256 channels do not fit registers. Nor do the longer steps of
   // int2.
-  constexpr bool kIsLarge = kScales == Scales::blocks || bits_of(kKey) + bits_of(kValue) <= 4;
+  constexpr bool kIsLarge = kScales == Scales::blocks || width_of(kKey) + width_of(kValue) <= 4;
   constexpr int kMostRows = kIsLarge && kHeadDim == 256 ? 8 : 16;
   return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, kMostRows, kIsPaged>>();
 }
 
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales, bool kIsPaged>
 AttendKernel kernel_for_dim(int head_dim, int num_rows) {
-  if constexpr (bits_of(kKey) >= 4 && bits_of(kValue) >= 4) {  // rows of int2 would be shorter than a load takes
+  if constexpr (width_of(kKey) >= 4 && width_of(kValue) >= 4) {  // rows of int2 would be shorter than a load takes
     if (head_dim <= 64) {
       return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 64, kIsPaged>(num_rows);
     }

@@ -91,13 +91,29 @@ constexpr bool has_sound_matrix_loads(int num_halves) {
       [](int lane) { return lane / 16 * 16; }, matrix_row<kRowBytes>);
 }
 
+// Loads of matrices of 16-bit numbers, keys and values.
+template <int kRowBytes>
+constexpr bool has_sound_plain_loads() {
+  const auto slot = [](int lane) { return lane % 8; };
+  const auto second = [](int lane) { return lane / 8 % 2; };
+  const auto third = [](int lane) { return lane / 16; };
+  return has_sound_loads<kRowBytes>(
+             2, 2, 16, 32, slot, second, [&](int lane) { return third(lane) * 16; },
+             [&](int lane) { return plain_matrix_row<kRowBytes>(lane, second(lane), third(lane)); }) &&
+         has_sound_loads<kRowBytes>(
+             2, 2, 16, 32, slot, third, [&](int lane) { return second(lane) * 16; },
+             [&](int lane) { return plain_matrix_row<kRowBytes>(lane, third(lane), second(lane)); });
+}
+
 // Steps of one and of two tiles, as shape.cuh has them.
 static_assert(has_sound_rows<32, 4>() && has_sound_rows<64, 4>() && has_sound_rows<128, 4>());
-static_assert(has_sound_rows<64, 2>() && has_sound_rows<128, 2>() && has_sound_rows<256, 2>());
+static_assert(has_sound_rows<64, 2>() && has_sound_rows<128, 2>());
+static_assert(has_sound_rows<256, 2>() && has_sound_rows<512, 2>());
 static_assert(has_sound_key_loads<32>(4) && has_sound_key_loads<64>(4));
 static_assert(has_sound_key_loads<128>(4) && has_sound_key_loads<256>(2));
 static_assert(has_sound_matrix_loads<32>(4) && has_sound_matrix_loads<64>(4) && has_sound_matrix_loads<128>(4));
 static_assert(has_sound_matrix_loads<128>(2) && has_sound_matrix_loads<256>(2));
+static_assert(has_sound_plain_loads<128>() && has_sound_plain_loads<256>() && has_sound_plain_loads<512>());
 
 }  // namespace
 }  // namespace hf_kvquant::cuda

@@ -68,11 +68,11 @@ class Pipeline {
     __syncwarp();
     for (int stage = 0; stage < num_stages; ++stage) {
       const uint32_t to = memory + stage * kStageBytes;
-      if (!kIsBlocked && keys.scale_stride_t == 0) {
+      if (!kIsBlocked && keys.scale != nullptr && keys.scale_stride_t == 0) {
         write_plane(to + kScalesAt, *scale_at(keys, b, 0, 0, 0), lane);
         if (kHasKeyZero && keys.zero != nullptr) write_plane(to + kKeyZeroAt, *zero_at(keys, b, 0, 0, 0), lane);
       }
-      if (values.scale_stride_t == 0) {
+      if (values.scale != nullptr && values.scale_stride_t == 0) {
         write_plane(to + kValueScaleAt, *scale_at(values, b, 0, 0, 0), lane);
         if (kHasValueZero && values.zero != nullptr) write_plane(to + kValueZeroAt, *zero_at(values, b, 0, 0, 0), lane);
       }
@@ -182,30 +182,38 @@ class Pipeline {
     num_used_ = 0;
   }
 
-  // `fill` with pages.
+  // `fill` with pages. Counts chunks of 16 bytes, in 32 bits (has_short_strides in plan.cpp): products of 64 bits are
+  // several instructions.
   __device__ __forceinline__ void fill_from_page(const DecodeParams& params, const DecodePlan& plan, uint32_t list,
                                                  uint32_t to) {
     if (num_used_ == kLanes) find_pages(plan);
-    const int page = __shfl_sync(kAllLanes, page_, num_used_++), row = plan.laps.row(first_);
-    const uint8_t* const keys =
-        key_codes_ + page * params.key_side.codes_stride_b + int64_t{row} * row_stride(params.key_side);
-    const uint8_t* const values =
-        value_codes_ + page * params.value_side.codes_stride_b + int64_t{row} * row_stride(params.value_side);
+    const uint32_t page = __shfl_sync(kAllLanes, page_, num_used_++);
+    const int row = plan.laps.row(first_);
     const half_bits* scales[kScaleCopies];
-    for_all<kScaleCopies>([&](int i) { scales[i] = scales_[i] + (uint64_t{scale_strides_[i]} * page * 8 + row); });
+    const unsigned row_chunk = static_cast<unsigned>(row) / kChunkTokens;
+    for_all<kScaleCopies>(
+        [&](int i) { scales[i] = scales_[i] + uint64_t{scale_strides_[i] * page + row_chunk} * kChunkTokens; });
     if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, page, row, to);
-    if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= whole_end_) {
-      fill_dense<kKeyRowBytes, false>(to, key_place_, keys, end_);
-      fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, values, end_);
-      fill_scales<false>(to, scales);
-      return;
-    }
     if (is_dense_) {
+      const uint8_t* const keys =
+          key_codes_ + uint64_t{plan.key_codes.stride_b * page + row * (kKeyRowBytes / 16)} * 16;
+      const uint8_t* const values =
+          value_codes_ + uint64_t{plan.value_codes.stride_b * page + row * (kValueRowBytes / 16)} * 16;
+      if (first_ >= begin_ && first_ + kStepTokens <= whole_end_) {
+        fill_dense<kKeyRowBytes, false>(to, key_place_, keys, end_);
+        fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, values, end_);
+        fill_scales<false>(to, scales);
+        return;
+      }
       fill_dense<kKeyRowBytes, true>(to, key_place_, keys, key_end_);
       fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, values, end_);
     } else {
-      fill_rows(keys, plan.key_chunks, list, to, key_end_);
-      fill_rows(values, plan.value_chunks, list + plan.key_chunks.num_chunks * kChunkPlaceBytes, to + kValueAt, end_);
+      const auto rows = [&](const uint8_t* codes, const Side& side) {
+        return codes + page * side.codes_stride_b + int64_t{row} * row_stride(side);
+      };
+      fill_rows(rows(key_codes_, params.key_side), plan.key_chunks, list, to, key_end_);
+      fill_rows(rows(value_codes_, params.value_side), plan.value_chunks,
+                list + plan.key_chunks.num_chunks * kChunkPlaceBytes, to + kValueAt, end_);
     }
     fill_scales<true>(to, scales);
   }
@@ -315,15 +323,15 @@ class Pipeline {
 
   // Copies the scales and zeros of the step's block, which is at `row`, with pages of `page`. Those of the unfinished
   // block are not read.
-  __device__ __forceinline__ void fill_block(int head_dim, int page, uint32_t row, uint32_t to) const {
+  __device__ __forceinline__ void fill_block(int head_dim, uint32_t page, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
     const uint32_t block = row / kBlockSize;
     for_all<kBlockCopies>([&](int i) {
       const int chunk = i * kLanes + lane_;
       const bool has_chunk = chunk < kFirstPlane * kBlockChunks && chunk % kBlockChunks * 8 < head_dim;
-      const uint4* from = blocks_[i] + uint64_t{block} * block_strides_[i];
-      if constexpr (kIsPaged) from += uint64_t{page_strides_[i]} * page;
-      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, from);
+      uint32_t further = block * block_strides_[i];
+      if constexpr (kIsPaged) further += page_strides_[i] * page;
+      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, blocks_[i] + further);
     });
   }
 

@@ -15,9 +15,9 @@ namespace hf_kvquant::cuda {
 template <class Shape>
 struct Query {
   static constexpr int kHeadDim = Shape::kHeadDim, kRows = Shape::kRows, kNumGroups = Shape::kNumGroups;
-  static constexpr bool kIsInteger = Shape::kKey != Storage::fp8 && !Shape::kIsGrouped && !Shape::kIsBlocked;
+  static constexpr bool kIsInteger = is_integer(Shape::kKey) && !Shape::kIsGrouped && !Shape::kIsBlocked;
 
-  static constexpr int kCodesPerByte = 8 / bits_of(Shape::kKey);
+  static constexpr int kCodesPerByte = 8 / width_of(Shape::kKey);
 
   static __device__ __forceinline__ int place(int channel) {
     return (channel & (kCodesPerByte - 1)) * (kHeadDim / kCodesPerByte) + channel / kCodesPerByte;
@@ -41,7 +41,7 @@ struct Query {
     for_all<kPerLane>([&](int k) { bits[k] = is_held ? values[k] : 0; });
   }
 
-  // One warp writes one untransformed row, for dense windows: [kRows][kHeadDim] of 16 bits.
+  // One warp writes one untransformed row, for dense windows and storage type none: [kRows][kHeadDim] of 16 bits.
   static __device__ __forceinline__ void write_plain_row(const uint32_t (&bits)[kPerLane], int slot,
                                                          unsigned char* plain, int lane) {
     for_all<kPerLane>([&](int k) {
@@ -55,6 +55,10 @@ struct Query {
                                                    const Transform& transform, const uint32_t (&bits)[kPerLane],
                                                    int slot, unsigned char* planes, float* factors, float* constants,
                                                    float* sums, int lane) {
+    if constexpr (Shape::kIsPlain) {
+      if (lane == 0) constants[slot] = 0.f;
+      return write_plain_row(bits, slot, planes, lane);
+    }
     const bool is_half = params.query.dtype == Dtype::fp16;
     float x[kPerLane], constant = 0.f;
     for_all<kPerLane>([&](int k) { x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(bits[k] << 16); });

@@ -7,6 +7,9 @@
 
 namespace hf_kvquant::cuda {
 
+// Bits of a value in a row. Those of storage type `none` are 16-bit numbers here.
+constexpr int width_of(Storage storage) { return storage == Storage::none ? 16 : bits_of(storage); }
+
 // With `kRows` 4, the high and low bytes of an integer query share a column tile (kIsPaired), which halves the work on
 // scores.
 template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, Scales kScales_, int kHeadDim_,
@@ -18,20 +21,23 @@ struct Shape {
   static constexpr bool kIsGrouped = kScales == Scales::groups, kIsBlocked = kScales == Scales::blocks;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_;
   static constexpr bool kIsPaged = kIsPaged_;
+  static constexpr bool kIsPlain = kKey == Storage::none;  // no codes at all: see plain_attention.cuh
+  static_assert(kIsPlain == (kValue == Storage::none));
   static constexpr bool kIsPaired = kRows == 4;
-  static_assert(!kIsPaired || kKey != Storage::fp8, "only integer queries come in two bytes");
+  static_assert(!kIsPaired || is_integer(kKey), "only integer queries come in two bytes");
   // A warp quantises a new key and its value at once, with the same code: both have the same format, and each row takes
   // half of the lanes.
   static constexpr bool kHasPairs =
-      kKey == kValue && kHasKeyZero == kHasValueZero && !kIsBlocked && kHeadDim <= kLanes / 2 * kChunk;
+      kKey == kValue && kHasKeyZero == kHasValueZero && !kIsBlocked && !kIsPlain && kHeadDim <= kLanes / 2 * kChunk;
 
-  static constexpr int kKeyRowBytes = kHeadDim * bits_of(kKey) / 8;
-  static constexpr int kValueRowBytes = kHeadDim * bits_of(kValue) / 8;
+  static constexpr int kKeyRowBytes = kHeadDim * width_of(kKey) / 8;
+  static constexpr int kValueRowBytes = kHeadDim * width_of(kValue) / 8;
   static constexpr int kNumGroups = kIsGrouped ? kHeadDim / kGroupChannels : 1;
   static_assert(kKeyRowBytes >= 32 && kValueRowBytes >= 32, "narrower rows run in the next larger head dim");
-  // Steps of about 4 KB (8 KB for head dim 256), three or four of them being copied or in use.
+  // Steps of about 4 KB (8 KB for head dim 256, twice as much without codes), three or four of them being copied or in
+  // use.
   static constexpr int kTilesPerStep =
-      kKeyRowBytes + kValueRowBytes > 192 ? 1 : bits_of(kKey) + bits_of(kValue) <= 4 ? 4 : 2;
+      kKeyRowBytes + kValueRowBytes > 192 ? 1 : width_of(kKey) + width_of(kValue) <= 4 ? 4 : 2;
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
   using StepPipeline = Pipeline<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep,
                                 kIsBlocked ? kHeadDim : 0, kIsPaged>;

@@ -12,6 +12,7 @@
 
 #include "blocks.cuh"
 #include "groups.cuh"
+#include "row_view.cuh"
 
 namespace hf_kvquant::cuda {
 
@@ -311,23 +312,14 @@ class WarpAttention {
                                        bool (&is_visible)[kTiles][2][kColumns]) const {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const int row = segment.row_tile * Shape::kRows + row_of(c);
-      const int query_token = rows.token(row), position = span.first_position + query_token;
-      const bool has_slope = params.alibi_slopes != nullptr && row < rows.num_rows;
-      const float slope = has_slope ? params.alibi_slopes[segment.h * static_cast<int>(rows.num_q_per_kv.value) +
-                                                          rows.head(row, query_token)] *
-                                          kLog2E
-                                    : 0.f;
-      const int from = params.sliding_window > 0 ? position - params.sliding_window + 1 : 0;
+      const RowView view(params, rows, segment, span, segment.row_tile * Shape::kRows + row_of(c));
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int token = step * Pipeline::kStepTokens + slot_ * kHalves + 2 * i + h;
-          float x = score[i][h][c];
-          if (params.softcap > 0.f) x = capped(x + constants[row_of(c)], params.softcap * kLog2E);
-          x = fmaf(slope, static_cast<float>(token - position), x);
-          is_visible[i][h][c] = token >= span.begin && token < span.end && token <= position && token >= from;
+          const float x = view.logit(params, score[i][h][c], constants[row_of(c)], token);
+          is_visible[i][h][c] = view.sees(span, token);
           score[i][h][c] = is_visible[i][h][c] ? x : -INFINITY;
         }
       }

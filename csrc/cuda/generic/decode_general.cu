@@ -1,6 +1,6 @@
 // Attention of the newest tokens over codes, for every format, dtype and head dim up to 256: the simple kernel for what
-// no row of attend_table.h serves (float32 queries, storage type `none`, mixtures of formats). It reads keys and values
-// once for up to eight queries and dequantises them in registers.
+// no row of attend_table.h serves (float32 queries, mixtures of formats). It reads keys and values once for up to eight
+// queries and dequantises them in registers.
 //
 // A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a thread block take tokens in
 // turn, each with its own running maximum m, sum l and weighted values, as in online softmax. They merge at the end of
@@ -81,26 +81,13 @@ struct State {
     for (int r = 0; r < kRows; ++r) m[r] = -INFINITY;
   }
 
-  // Adds the tokens that row `r` sees. Others are skipped, not multiplied by 0: they may be NaN.
-  template <int kTokens>
-  __device__ void add(int r, const float (&logit)[kTokens], const bool (&is_visible)[kTokens],
-                      const float (&value)[kTokens][kChunk]) {
-    float maximum = m[r];
-#pragma unroll
-    for (int u = 0; u < kTokens; ++u) maximum = is_visible[u] ? fmaxf(maximum, logit[u]) : maximum;
-    const float kept = exp_below(m[r], maximum);
+  __device__ void add(int r, float logit, const float (&value)[kChunk]) {
+    const float maximum = fmaxf(m[r], logit);
+    const float kept = exp_below(m[r], maximum), weight = exp_below(logit, maximum);
     m[r] = maximum;
-    l[r] *= kept;
+    l[r] = l[r] * kept + weight;
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) sum[r][k] *= kept;
-#pragma unroll
-    for (int u = 0; u < kTokens; ++u) {
-      if (!is_visible[u]) continue;
-      const float weight = exp_below(logit[u], maximum);
-      l[r] += weight;
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) sum[r][k] += weight * value[u][k];
-    }
+    for (int k = 0; k < kChunk; ++k) sum[r][k] = sum[r][k] * kept + weight * value[k];
   }
 };
 
@@ -153,39 +140,9 @@ __device__ void merge_workers(const DecodeParams& params, const State<kRows>& st
   }
 }
 
-// Keys or values of a worker's lanes, of several tokens: loads all before it uses one.
-template <bool kIsPlain, int kTokens>
-struct Loaded;
-
-// Any storage.
-template <int kTokens>
-struct Loaded<false, kTokens> {
-  float values[kTokens][kChunk] = {};
-
-  __device__ void load(int u, const Side& side, int64_t b, int h, int64_t row, int c) {
-    load_channels(side, b, h, row, c, values[u]);
-  }
-  __device__ void get(int u, Dtype, float (&x)[kChunk]) const {
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) x[k] = values[u][k];
-  }
-};
-
-// 16-bit numbers, in rows at multiples of 16 bytes.
-template <int kTokens>
-struct Loaded<true, kTokens> {
-  uint4 words[kTokens] = {};
-
-  __device__ void load(int u, const Side& side, int64_t b, int h, int64_t row, int c) {
-    words[u] = *reinterpret_cast<const uint4*>(code_row(side, b, h, row) + 2 * c);
-  }
-  __device__ void get(int u, Dtype dtype, float (&x)[kChunk]) const { widen(words[u], dtype, x); }
-};
-
 // Tails take registers, above all for the untransformed query that multiplies their keys. The same instantiation serves
-// rings and pages, so that other calls need not look up the rows of tokens. `kIsPlain`: keys and values are 16-bit
-// numbers without codes, of which a worker has several tokens under way (64 x 8k in pages: 4,755 -> 2,050 us, H200).
-template <int kRows, bool kHasTails, bool kIsPlain>
+// rings and pages, so that other calls need not look up the rows of tokens.
+template <int kRows, bool kHasTails>
 __global__ void __launch_bounds__(kNumThreads)
     attend(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker, Laps laps,
            int max_length, float* workspace) {
@@ -243,58 +200,43 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 
   // --- tokens
-  constexpr int kAtOnce = !kIsPlain ? 1 : kRows == 8 ? 2 : 4;
   State<kRows> state;
   // All lanes of a warp take the same number of iterations, since they shuffle together.
-#pragma unroll kIsPlain ? 1 : 2
-  for (int64_t base = split_begin; base < split_end; base += num_workers * kAtOnce) {
-    const auto token_at = [&](int u) { return base + u * num_workers + worker; };
-    Loaded<kIsPlain, kAtOnce> keys, values;
-#pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      if (token_at(u) >= split_end) continue;
-      const int token = static_cast<int>(token_at(u));
-      const int64_t slot = kHasTails ? laps.slot(static_cast<int>(b), token) : b;
-      const int64_t row = kHasTails ? laps.row(token) : token;
-      const auto load = [&](const Side& side, const Tail& tail, auto& to) {
-        if constexpr (kHasTails && !kIsPlain) {
-          if (tail.has(side, token)) return tail.load(side, h, token, c, to.values[u]);
-        }
-        to.load(u, side, slot, h, row, c);
-      };
-      if (has_key) load(params.key_side, key_tail, keys);
-      if (has_value) load(params.value_side, value_tail, values);
-    }
-    float logit[kRows][kAtOnce];
-    bool is_visible[kRows][kAtOnce];
-#pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int64_t t = token_at(u);
-      const bool is_plain_key = kHasTails && !kIsPlain && key_tail.has(params.key_side, static_cast<int>(t));
-      float key[kChunk];
-      keys.get(u, params.key_side.dense_dtype, key);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float product = 0.f;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) {
-          const float factor = is_plain_key ? plain_query[kHasTails ? r : 0][k] : query[r][k];
-          product += factor * key[k];
-        }
-        for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
-          product += __shfl_xor_sync(kAllLanes, product, distance);
-        }
-        is_visible[r][u] = t < split_end && t <= position[r] &&
-                           (params.sliding_window == 0 || t > position[r] - params.sliding_window);
-        logit[r][u] = shape_logit(product + (is_plain_key ? 0.f : constant[r]), params.softcap, slope[r],
-                                  static_cast<int>(t) - position[r]);
+#pragma unroll 2
+  for (int64_t base = split_begin; base < split_end; base += num_workers) {
+    const int64_t t = base + worker;
+    const bool is_in_range = t < split_end;
+    float key[kChunk] = {}, value[kChunk] = {};
+    const auto load = [&](const Side& side, const Tail& tail, float (&x)[kChunk]) {
+      if (kHasTails && tail.has(side, static_cast<int>(t))) {
+        tail.load(side, h, static_cast<int>(t), c, x);
+      } else {
+        const int token = static_cast<int>(t);
+        load_channels(side, kHasTails ? laps.slot(b, token) : b, h, kHasTails ? laps.row(token) : t, c, x);
       }
+    };
+    if (is_in_range && has_key) load(params.key_side, key_tail, key);
+    if (is_in_range && has_value) load(params.value_side, value_tail, value);
+    const bool is_plain_key = kHasTails && key_tail.has(params.key_side, static_cast<int>(t));
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float logit = 0.f;
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        const float factor = is_plain_key ? plain_query[kHasTails ? r : 0][k] : query[r][k];
+        logit += factor * key[k];
+      }
+      for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
+        logit += __shfl_xor_sync(kAllLanes, logit, distance);
+      }
+      // Tokens that a query must not see are skipped, not multiplied by 0: they may be NaN.
+      const bool is_visible =
+          is_in_range && t <= position[r] && (params.sliding_window == 0 || t > position[r] - params.sliding_window);
+      if (!is_visible) continue;
+      logit = shape_logit(logit + (is_plain_key ? 0.f : constant[r]), params.softcap, slope[r],
+                          static_cast<int>(t) - position[r]);
+      state.add(r, logit, value);
     }
-    float value[kAtOnce][kChunk];
-#pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) values.get(u, params.value_side.dense_dtype, value[u]);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) state.add(r, logit[r], is_visible[r], value);
   }
 
   merge_workers<kRows>(params, state, place, num_workers, worker, c, has_value, num_rows,
@@ -335,14 +277,9 @@ void decode_general(const DecodeParams& params, const DecodePlan& plan, float* w
   const int num_splits = static_cast<int>(plan.num_splits.value);
   const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr || params.is_ring ||
                          params.page_table != nullptr;
-  const auto is_plain_side = [](const Side& side) {
-    return side.storage == Storage::none && side.dense_dtype != Dtype::fp32;
-  };
-  const bool is_plain = is_plain_side(params.key_side) && is_plain_side(params.value_side);
-  const auto attend_with = [has_tails, is_plain](auto rows) {
+  const auto attend_with = [has_tails](auto rows) {
     constexpr int kRows = decltype(rows)::value;
-    if (is_plain) return has_tails ? attend<kRows, true, true> : attend<kRows, false, true>;
-    return has_tails ? attend<kRows, true, false> : attend<kRows, false, false>;
+    return has_tails ? attend<kRows, true> : attend<kRows, false>;
   };
   auto kernel = attend_with(std::integral_constant<int, 8>{});
   if (plan.rows_per_tile == 1) kernel = attend_with(std::integral_constant<int, 1>{});

@@ -45,6 +45,11 @@ bool has_loadable_tail(const Side& side, Dtype query_dtype) {
                                   (start | side.tail_stride_b | side.tail_stride_h | side.tail_stride_t) % 8 == 0);
 }
 
+// Whether keys or values without codes are numbers of the query's dtype, which tensor cores multiply as they are.
+bool has_multipliable_values(const Side& side, Dtype query_dtype) {
+  return side.storage != Storage::none || side.dense_dtype == query_dtype;
+}
+
 // Whether new tokens are 16-bit numbers, in rows at multiples of 16 bytes.
 bool has_aligned_rows(const Dense& dense) {
   return dense.dtype != Dtype::fp32 &&
@@ -65,10 +70,12 @@ bool serves(const AttendRow& row, const Side& keys, const Side& values) {
          (scales == Scales::groups ? fits_groups(keys) && fits_groups(values) : !has_groups(values));
 }
 
-// Whether one warp can take a new key and its value at once: 16 bytes per lane, each row in half of the lanes.
+// Whether one warp can take a new key and its value at once: 16 bytes per lane, each row in half of the lanes. Without
+// codes, rows are copied.
 bool are_pairs(const AppendParams& new_tokens) {
   const Dense &key = new_tokens.key, &value = new_tokens.value;
   const Side &keys = new_tokens.key_side, &values = new_tokens.value_side;
+  if (!has_multipliable_values(keys, key.dtype) || !has_multipliable_values(values, value.dtype)) return false;
   return key.dtype == value.dtype && has_aligned_rows(key) && has_aligned_rows(value) &&
          keys.head_dim == values.head_dim && keys.num_groups == values.num_groups;
 }
@@ -82,7 +89,10 @@ AttendKernel choose_kernel(const DecodeParams& params) {
     const bool is_loadable = params.query.dtype != Dtype::fp32 && has_copyable_codes(keys) &&
                              has_copyable_codes(values) && has_copyable_scales(keys) &&
                              has_copyable_scales(values) && has_loadable_tail(keys, params.query.dtype) &&
-                             has_loadable_tail(values, params.query.dtype);
+                             has_loadable_tail(values, params.query.dtype) &&
+                             has_multipliable_values(keys, params.query.dtype) &&
+                             has_multipliable_values(values, params.query.dtype) &&
+                             (keys.storage != Storage::none || is_identity(params.key_transform));
     if (!is_loadable) return {};
     const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
     const int head_dim = std::max(keys.head_dim, values.head_dim);

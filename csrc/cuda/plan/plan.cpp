@@ -27,10 +27,15 @@ Origin origin(const void* data, int64_t stride_b, int64_t stride_h) {
   return {data, static_cast<uint32_t>(stride_b / 16), static_cast<uint32_t>(stride_h / 16)};
 }
 
-// Whether strides of planes fit an Origin and offsets in the query fit 32 bits. Only a plane of 64 GB would not fit.
+// Whether strides of planes fit an Origin and offsets in the query fit 32 bits. Only a plane of 64 GB would not fit. The
+// kernels for pages also count the chunks of all pages in 32 bits.
 bool has_short_strides(const DecodeParams& params) {
-  const auto is_short = [](int64_t stride_b, int64_t stride_h) {
-    return std::max(std::abs(stride_b), std::abs(stride_h)) / 16 <= INT32_MAX;
+  const int64_t num_pages = params.page_table != nullptr   ? params.num_pages
+                            : params.split_plan != nullptr ? params.batch
+                                                           : 1;
+  const auto is_short = [&](int64_t stride_b, int64_t stride_h) {
+    return std::max(std::abs(stride_b), std::abs(stride_h)) / 16 <= INT32_MAX &&
+           stride_b / 16 <= UINT32_MAX / std::max<int64_t>(1, num_pages);
   };
   for (const Side* side : {&params.key_side, &params.value_side}) {
     if (!is_short(side->codes_stride_b, side->codes_stride_h)) return false;
@@ -77,7 +82,8 @@ RowChunks row_chunks(const Side& side, int step_tokens) {
 
 // Whether copies do not write all of a stage: see Pipeline::fill_gaps.
 bool has_gaps(const Side& side, bool kernel_has_zero) {
-  return (side.scale_stride_t == 0 && !side.has_channel_scales) || (kernel_has_zero && side.zero == nullptr);
+  return (side.scale != nullptr && side.scale_stride_t == 0 && !side.has_channel_scales) ||
+         (kernel_has_zero && side.zero == nullptr);
 }
 
 int64_t rows_of(const DecodeParams& params) { return int64_t{params.num_q_heads} / params.num_kv_heads * params.q_len; }
