@@ -26,7 +26,9 @@ struct AttendKernel {
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
   int slot_floats;               // of a thread block's partial result
+  Storage key;  // its storage type
   Scales scales;
+  bool is_paged;
   bool has_key_zero, has_value_zero;
   bool has_pairs;  // a warp takes a new key and its value side by side; this needs are_pairs in choose.cpp
   int num_threads;  // of a thread block of a chunk kernel; 0: the plan chooses

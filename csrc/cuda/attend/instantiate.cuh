@@ -18,7 +18,9 @@ AttendKernel kernel_of() {
           Shape::kRows,
           Shape::StepPipeline::kStepTokens,
           static_cast<int>(Partial<Shape::kRows, Shape::kHeadDim>::kFloats),
+          Shape::kKey,
           Shape::kScales,
+          Shape::kIsPaged,
           Shape::kHasKeyZero,
           Shape::kHasValueZero,
           Shape::kHasPairs || Shape::kIsPlain};

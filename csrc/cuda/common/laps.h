@@ -67,11 +67,15 @@ struct Laps {
   KVQ_BOTH int row(int position) const { return position - begin(position); }
 
 #ifdef __CUDACC__
-  // The index of the first axis of the planes. Nobody has checked the page table on a GPU, and no page must be read
-  // outside of the planes.
-  __device__ __forceinline__ int slot(int b, int position) const {
-    return pages == nullptr ? b : checked(load_kept(pages + int64_t{b} * page_stride + number(position)));
+  // The index of the first axis of the planes.
+  __device__ __forceinline__ int slot(int b, int position) const { return slot_of(entry(b, position)); }
+
+  // The same in two parts, a load and a check that waits for it. Nobody has checked the page table on a GPU, and no
+  // page must be read outside of the planes.
+  __device__ __forceinline__ int entry(int b, int position) const {
+    return pages == nullptr ? b : load_kept(pages + int64_t{b} * page_stride + number(position));
   }
+  __device__ __forceinline__ int slot_of(int entry) const { return pages == nullptr ? entry : checked(entry); }
 
   // The same for a tail.
   __device__ __forceinline__ int tail_slot(int b) const {

@@ -38,9 +38,11 @@ double predict(const AttendKernel& kernel, const ArchSpec& arch, int num_multipr
   const double step_bytes = kernel.stage_bytes;
   const double bytes = step_bytes * cut.num_warps * static_cast<double>((rounds + cut.splits - 1) / cut.splits);
   const double of_channel = step_bytes / (static_cast<double>(kernel.step_tokens) * kernel.head_dim);
-  const double most = of_channel * std::min((kernel.scales == Scales::rows ? arch.channels : arch.grouped_channels) *
-                                                cut.num_warps,
-                                            arch.all_channels / cut.ctas_per_multiprocessor);
+  const double channels = kernel.key == Storage::fp8 && kernel.is_paged ? arch.paged_fp8_channels
+                          : kernel.scales == Scales::rows               ? arch.channels
+                                                                        : arch.grouped_channels;
+  const double most =
+      of_channel * std::min(channels * cut.num_warps, arch.all_channels / cut.ctas_per_multiprocessor);
   const auto wave = [&](int64_t ctas) {
     const int64_t sharing = (ctas + num_multiprocessors - 1) / num_multiprocessors * num_multiprocessors;
     return bytes / std::min(arch.bandwidth / static_cast<double>(sharing), most);
