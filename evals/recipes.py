@@ -9,6 +9,11 @@
     ... --tokens 2000 --drift 0 --needles 12 --output needles.json
     python evals/recipes.py plain.json outliers.json bias.json codes.json windows.json needles.json
 
+    ... --tokens 2000 --drift 0 --needles 0 --tasks piqa arc_easy arc_challenge hellaswag winogrande \\
+        --data zero_shot --limit 200 --batch-size 32 --output tasks.json
+    ... the same with --dense 0+0 --output tasks-codes.json
+    python evals/recipes.py --add tasks.json tasks-codes.json
+
 A record has every token's divergence; a results file has each recipe's row. A run is named after its record's file.
 With `--add`, records of other recipes add rows to the runs that there are; these rows name their own commit. Others
 become runs of their own.
@@ -45,8 +50,8 @@ _OWN = ("recipes", "seconds", "command", "commit", "date", "is_dirty")
 def add(run: dict[str, Any], more: dict[str, Any], name: str) -> None:
     """Add the rows of a record to a run of the same settings."""
     for key in run.keys() - set(_OWN):
-        if run[key] != more[key]:
-            raise SystemExit(f"recipes: {name} must be of the same {key}, {run[key]}, got {more[key]}.")
+        if run[key] != more.get(key):
+            raise SystemExit(f"recipes: {name} must be of the same {key}, {run[key]}, got {more.get(key)}.")
     own = {key: more[key] for key in ("commit", "date")}
     run["recipes"] |= {recipe: {**row, **own} for recipe, row in more["recipes"].items()}
 

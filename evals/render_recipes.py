@@ -11,9 +11,11 @@ from typing import Any
 
 from hf_kvquant.common.tables import markdown_table, scientific, with_error
 from hf_kvquant.evaluation.recipes import picture
+from hf_kvquant.evaluation.recipes.results import accuracy_change, log_likelihood_change
 
 PLAIN, OUTLIERS, BIAS, CODES, WINDOWS = "plain", "outliers", "bias", "codes", "windows"
 NEEDLES, LONG = "needles", "long"
+TASKS, TASKS_CODES = "tasks", "tasks-codes"
 PANELS = {PLAIN: "as published", CODES: "without dense windows"}
 
 Row = Mapping[str, Any]
@@ -147,8 +149,7 @@ def needle_change(rows: Rows) -> Column:
     """How the log-likelihood of hidden numbers changes."""
 
     def change(name: str, row: Row) -> str:
-        found = rows[name]["needles"]
-        return with_error(found["log_likelihood_change"], found["standard_error"], "+.3f")
+        return log_likelihood_change(rows[name]["needles"])
 
     return change
 
@@ -157,6 +158,50 @@ def needle_table(results: dict[str, Any]) -> str:
     """How the log-likelihood of hidden numbers changes, by recipe."""
     rows = rows_of(results, NEEDLES)
     return table(rows, {"bits at 32k": bits(), "log-likelihood, nats per answer": needle_change(rows)})
+
+
+def of_tasks(cell: Callable[[Row], str], rows: Rows | None = None) -> Column:
+    """What a row says of tasks, or that of the same recipe in another run; a dash if it is not in it."""
+
+    def shown(name: str, row: Row) -> str:
+        found = row if rows is None else rows.get(name)
+        return "-" if found is None else cell(found["tasks"])
+
+    return shown
+
+
+def same(row: Row) -> str:
+    """The share of items with the same answer."""
+    return f"{row['same']:.1%}"
+
+
+def task_table(results: dict[str, Any]) -> str:
+    """Zero-shot tasks under every recipe, as published; if they are there, also without windows of dense tokens."""
+    columns: dict[str, Column] = {
+        "bits at 32k": bits(),
+        "read from codes": of_tasks(lambda row: f"{row['read_from_codes']:.0%}"),
+        "accuracy": of_tasks(lambda row: f"{row['accuracy']:.1%}"),
+        "change, points": of_tasks(accuracy_change),
+        "log-likelihood, nats per answer": of_tasks(log_likelihood_change),
+        "same answers": of_tasks(same),
+    }
+    if TASKS_CODES in results["runs"]:
+        codes = rows_of(results, TASKS_CODES)
+        columns["no dense windows: log-likelihood"] = of_tasks(log_likelihood_change, codes)
+        columns["no dense windows: same answers"] = of_tasks(same, codes)
+    return table(rows_of(results, TASKS), columns)
+
+
+def task_caption(results: dict[str, Any], model: str) -> str:
+    """Which tasks, and how the unquantised cache does."""
+    run = results["runs"][TASKS]
+    first = first_of(run["recipes"])["tasks"]
+    return (
+        f"{model} in {run['dtype']}, {first['num_items']:,} items of {', '.join(run['tasks'])}, behind text that fills "
+        f"the cache with {run['task_context']} tokens. The unquantised cache answers "
+        f"{first['reference_accuracy']:.1%} correctly. Means over tasks, ± one standard error. "
+        f"{run.get('gpu', run['cpu'])}, {run['date'][:10]}."
+    )
 
 
 def codes_table(results: dict[str, Any]) -> str:
@@ -177,13 +222,15 @@ def codes_table(results: dict[str, Any]) -> str:
 
 
 def larger(found: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    """The tables and captions of the larger model: quality, its own texts, and longer ones if they are there."""
+    """The tables and captions of the larger model: quality, its own texts; if there are any, longer ones and tasks."""
     injected = hard_caption(found)
     parts = [larger_table(found, reference), f"{measured(found, 'The larger model', 'recipes_larger.json')} {injected}"]
     for run in (PLAIN, LONG):
         if run in found["runs"]:
             caption = f"The larger model in {found['runs'][run]['dtype']}. {drift_caption(found, run)}"
             parts += [drift_table(found, run), caption]
+    if TASKS in found["runs"]:
+        parts += [task_table(found), task_caption(found, "The larger model")]
     return parts
 
 

@@ -50,3 +50,10 @@ def test_ratio_and_error() -> None:
     assert float(errors.mean()) == pytest.approx(float(ratios.std()), rel=0.05)
     assert paired.ratio_and_error([1.0, 2.0], [1, 1])[1] == paired.mean_and_error([1.0, 2.0])[1]
     assert paired.ratio_and_error([3.0], [2]) == (1.5, None)
+
+
+def test_averages_over_tasks_weigh_tasks_alike() -> None:
+    average, error = paired.average_and_error([[1, 1, 0, 0], [1, 1]])
+    assert average == 0.75
+    assert error == pytest.approx(math.sqrt(1 / 3 / 4) / 2)
+    assert paired.average_and_error([[1, 0], [1]]) == (0.75, None)

@@ -79,13 +79,31 @@ def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> 
     results = {name: found for name, found in renderer.load_all().items() if name not in renderer.LARGER_FILES}
     before = renderer.parts(results)
     assert [before[name] for name in names] == [renderer.NOT_MEASURED] * 2
-    runs = {**results["recipes"]["runs"], "long": results["recipes"]["runs"]["plain"]}
+    plain = results["recipes"]["runs"]["plain"]
+    of_tasks = {
+        "num_items": 5,
+        "accuracy": 0.6,
+        "reference_accuracy": 0.5,
+        "change": 0.1,
+        "change_standard_error": 0.02,
+    }
+    of_tasks |= {"log_likelihood_change": -0.25, "standard_error": 0.125}
+    of_tasks |= {"same": 0.75, "read_from_codes": 0.375}
+    rows = {name: {**row, "tasks": of_tasks} for name, row in plain["recipes"].items()}
+    tasks = {**plain, "recipes": rows, "tasks": ["piqa"], "task_context": 512}
+    codes = {**tasks, "recipes": {"int8": rows["int8"]}}
+    runs = {**results["recipes"]["runs"], "long": plain, "tasks": tasks, "tasks-codes": codes}
     stand_ins = {"runs": runs}, results["ablation"], results["ablation_outliers"]
     measured = dict(zip(renderer.LARGER_FILES, stand_ins, strict=True))
     after = renderer.parts({**results, **measured})
     assert {name for name in before if before[name] != after[name]} == set(names)
     for recipe in results["recipes"]["runs"]["plain"]["recipes"]:
-        assert after["recipes-larger"].count(f"| `{recipe}` |") == 3  # quality, its texts, and longer ones
+        # Quality, its texts, longer ones, and tasks.
+        assert after["recipes-larger"].count(f"| `{recipe}` |") == 4
+    cells = "38% | 60.0% | +10.0 ± 2.0 | -0.250 ± 0.125 | 75.0%"
+    assert f"| `int8` | 8.12 | {cells} | -0.250 ± 0.125 | 75.0% |" in after["recipes-larger"]
+    assert f"| `int4` | 4.25 | {cells} | - | - |" in after["recipes-larger"]
+    assert "answers 50.0% correctly" in after["recipes-larger"]
     assert after["ablation-larger"].splitlines()[:-1] == before["ablation"].splitlines()[:-1]
     shown = renderer.plotted_recipes({**results, **measured})
     assert len(shown) == 2 * len(renderer.plotted_recipes(results))

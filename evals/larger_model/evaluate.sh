@@ -3,10 +3,11 @@
 #
 #   evals/larger_model/evaluate.sh STAGE MODEL TEXTS WORK RESULTS
 #
-# Stages: `tables` for everything but `long`, the drift in long texts. TEXTS holds wikitext2.test.raw,
-# wikitext2.valid.tokens and zero_shot/. Records and logs go to WORK: a stage that was interrupted goes on there. Results
-# go to RESULTS. With DATA, the articles, WORK/evaluation.log has the validation loss and perplexities. Several processes
-# share the GPU, because each step of a model of this size is mostly launches.
+# Stages: `long` for the drift in long texts, `tasks` for zero-shot tasks under recipes, `tables` for everything else.
+# The first two add to the results of `tables`. TEXTS holds wikitext2.test.raw, wikitext2.valid.tokens and zero_shot/.
+# Records and logs go to WORK: a stage that was interrupted goes on there. Results go to RESULTS. With DATA, the
+# articles, WORK/evaluation.log has the validation loss and perplexities. Several processes share the GPU, because each
+# step of a model of this size is mostly launches.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 stage=$1 model=$2 texts=$3 work=$4 results=$5
@@ -41,14 +42,14 @@ recipes() {
     start "$name" "$python" -m hf_kvquant eval recipes "$model" --text "$texts/wikitext2.test.raw" --rows \
         --output "$work/$name.json" "$@"
 }
-# texts_of RUN GROUPS OPTIONS...: one record for each group, in a folder of its own, since a run is named after its file.
-texts_of() {
-    local run=$1 lines=$2 index=0 group
+# grouped RUN GROUPS OPTIONS...: one record for each group, in a folder of its own, since a run is named after its file.
+grouped() {
+    local run=$1 lines=$2 index=0 extra=$budget group
     shift 2
+    [[ " $* " != *" --dense "* ]] || extra=
     while read -r group; do
-        recipes "$run-$index/$run" --recipes "$group" $([ $index -gt 0 ] || echo "$budget") --drift-together 16 \
-            --needles 0 "$@"
-        index=$((index + 1))
+        recipes "$run-$index/$run" --recipes "$group" $extra --needles 0 "$@"
+        index=$((index + 1)) extra=
     done <<<"$lines"
 }
 # finish: waits for everything that was started since the last time.
@@ -87,7 +88,7 @@ tables)
     [ -z "${DATA:-}" ] || start evaluation "$python" evals/reference_model/train.py evaluate --out "$model" \
         --context 2048 --data "$DATA" --wikitext "$texts/wikitext2.test.raw"
     finish || status=1
-    texts_of plain "$groups" --dtype float32 --tokens "${TOKENS:-12000}" --drift "${DRIFT:-1024}"
+    grouped plain "$groups" --drift-together 16 --dtype float32 --tokens "${TOKENS:-12000}" --drift "${DRIFT:-1024}"
     finish || status=1
     "$python" evals/recipes.py --output "$results/recipes_larger.json" "$work/plain-0/plain.json" \
         "$work"/{outliers,bias,codes,windows,needles}.json
@@ -98,11 +99,24 @@ tables)
     ;;
 long)
     # In bfloat16, for attention without a copy of keys and values for each query head.
-    texts_of long "$long_groups" --dtype bfloat16 --tokens 2000 --drift "${LONG:-16352}" --drift-prompts 4
+    grouped long "$long_groups" --drift-together 16 --dtype bfloat16 --tokens 2000 --drift "${LONG:-16352}" \
+        --drift-prompts 4
     finish
     cp "$work/recipes_larger.json" "$results"
     "$python" evals/recipes.py --add --output "$results/recipes_larger.json" "$work/long-0/long.json"
     joined long
+    ;;
+tasks)
+    zero_shot="--dtype float32 --tokens 2000 --drift 0 --tasks piqa arc_easy arc_challenge hellaswag winogrande"
+    zero_shot+=" --limit ${LIMIT:-200} --batch-size 32"
+    grouped tasks "$groups" $zero_shot --data "$texts/zero_shot"
+    grouped tasks-codes "$groups" $zero_shot --data "$texts/zero_shot" --dense 0+0
+    finish
+    for run in tasks tasks-codes; do
+        "$python" evals/recipes.py --add --output "$results/recipes_larger.json" "$work/$run-0/$run.json"
+        joined $run
+    done
+    cp "$results/recipes_larger.json" "$work" # where `long` starts from
     ;;
 esac
 exit $status

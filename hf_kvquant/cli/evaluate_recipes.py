@@ -19,6 +19,7 @@ from ..evaluation.recipes import measure, picture, results
 from ..evaluation.recipes.catalogue import RECIPES
 from ..evaluation.recipes.interface import Recipe
 from ..evaluation.recipes.ours import BUDGET_PRESETS
+from ..evaluation.tasks.measure import ready
 from . import arguments
 
 
@@ -30,9 +31,9 @@ def add_recipes(evaluations: Any) -> None:
         run_recipes,
         help="published ways of quantising a cache, on equal terms",
         description="Compare published ways of quantising a cache with our presets: true bits, perplexity, KL "
-        "divergence and next-token agreement on a text, what happens when the model goes on with its own text, and "
-        "numbers hidden in long prompts. Everything is simulated by small references of each paper, and compared with "
-        "the unquantised cache in the same run. Recipes that learn from a text get its first "
+        "divergence and next-token agreement on a text, what happens when the model goes on with its own text, "
+        "numbers hidden in long prompts, and zero-shot tasks. Everything is simulated by small references of each "
+        "paper, and compared with the unquantised cache in the same run. Recipes that learn from a text get its first "
         f"{measure.SAMPLE_TOKENS:,} tokens, which are not measured.",
     )
     arguments.add_source(parser)
@@ -57,6 +58,13 @@ def add_recipes(evaluations: Any) -> None:
     add("--drift-together", type=int, default=1, metavar="N", help=together)
     add("--needles", type=int, default=8, metavar="N", help="long prompts with a hidden number (default: 8; 0: none)")
     add("--seed", type=int, default=0, metavar="N", help="seed of its texts (default: 0)")
+    named = "also run zero-shot tasks of lm-eval that compare log-likelihoods (default: none)"
+    add("--tasks", nargs="+", metavar="NAME", help=named)
+    add("--data", metavar="DIR", help="JSON lines of the tasks, as for eval tasks (default: lm-eval downloads its own)")
+    add("--limit", type=int, metavar="N", help="run only the first N items of each task")
+    before = "text before each item fills the cache with N tokens (default: 512; 0: no text)"
+    add("--task-context", type=int, default=512, metavar="N", help=before)
+    add("--batch-size", type=int, default=8, metavar="N", help="texts per forward of the tasks (default: 8)")
     arguments.add_preparation(parser)
     arguments.add_placement(parser)
     add("--output", metavar="FILE", help="write results as JSON; run again to resume")
@@ -66,15 +74,17 @@ def add_recipes(evaluations: Any) -> None:
 def run_recipes(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval recipes`."""
     recipes, budgets = checked_recipes(args.recipes, args.dense), checked_bits(args.bits, args.dense)
-    arguments.check_counts(args, "window", "tokens", "context", "drift_prompts", "drift_together")
-    for option in ("drift", "needles"):
-        if getattr(args, option) < 0:
-            raise UsageError(f"`--{option}` must be at least 0, got {getattr(args, option)}.")
+    counts = ("window", "tokens", "context", "drift_prompts", "drift_together", "limit", "batch_size")
+    arguments.check_counts(args, *counts)
+    for name in ("drift", "needles", "task_context"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"`{arguments.option(name)}` must be at least 0, got {getattr(args, name)}.")
     for option in ("output", "picture"):
         if getattr(args, option) is not None:
             arguments.checked_output(getattr(args, option), option=f"--{option}")
     if args.picture is not None:
         arguments.check_installed("matplotlib", "pictures")
+    args.tasks = checked_tasks(args)
     source, text = arguments.source_of(args)
     model, tokenizer = arguments.load_placed(args)
     preparation = arguments.given(args, "inject_outliers", "inject_bias", "calibrate", "calibrate_for")
@@ -92,6 +102,16 @@ def run_recipes(args: argparse.Namespace) -> None:
     if args.picture is not None:
         numbers = picture.numbers_of({record["settings"]["model"]: record})
         picture.draw(Path(args.picture).expanduser(), numbers)
+
+
+def checked_tasks(args: argparse.Namespace) -> list[str]:
+    """The names of `--tasks`, once everything that they need is known to be there."""
+    if args.tasks is not None:
+        return ready(args.tasks, args.data)
+    for name in ("data", "limit"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"`--{name}` must come with --tasks, got {getattr(args, name)} without. Name tasks.")
+    return []
 
 
 def checked_recipes(names: str | None, dense: str | None) -> dict[str, Recipe]:

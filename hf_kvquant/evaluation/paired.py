@@ -52,6 +52,17 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return float(array.mean()), error
 
 
+def average_and_error(tasks: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """The mean over tasks of the mean over items, and its standard error.
+
+    The error is `None` if a task has a single item.
+    """
+    found = [mean_and_error(values) for values in tasks]
+    errors = [error for _, error in found if error is not None]
+    average = sum(mean for mean, _ in found) / len(found)
+    return average, math.hypot(*errors) / len(found) if len(errors) == len(found) else None
+
+
 def ratio_and_error(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
     """Sum of values over sum of sizes, and its standard error to first order; the error is `None` for a single value.
 

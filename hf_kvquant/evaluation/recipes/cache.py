@@ -29,6 +29,8 @@ FIRST_CHUNK = 1  # tokens of a text that see themselves dense, like a prompt tha
 
 # How keys and values are quantised, by layer.
 Quantizers = Mapping[int, tuple[Quantize, Quantize]]
+# Keys and values by layer, `[batch, num_kv_heads, tokens, head_dim]`, dense.
+States = Sequence[tuple[Tensor, ...]]
 
 
 def check_served(model: PreTrainedModel) -> None:
@@ -110,6 +112,15 @@ class GrowingLayer(RoomyLayer):
             first, known = begin, quantize(x[:, :, begin:ready].float(), begin).to(x.dtype)
             self.known[side] = first, known
         return known[:, :, begin - first : end - first]
+
+    def take_codes(self, other: GrowingLayer, tokens: int) -> None:
+        """Before any token comes: take what codes stand for from a layer of one row, whose first tokens are the same.
+
+        Codes of a block depend on its tokens alone.
+        """
+        for side, (first, known) in other.known.items():
+            block = self.sides[side][0].block
+            self.known[side] = first, known[:, :, : max(0, tokens - first) // block * block]
 
     def crop(self, max_length: int) -> None:
         """Refuse: tokens with codes are not kept dense."""
@@ -194,6 +205,32 @@ def joint_cache(caches: Sequence[DynamicCache]) -> DynamicCache:
     joint = DynamicCache()
     joint.layers = [JointLayer(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
     return joint
+
+
+def states_of(cache: DynamicCache) -> States:
+    """What a cache of transformers holds."""
+    found = []
+    for layer in cache.layers:
+        assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+        found.append((layer.keys, layer.values))
+    return found
+
+
+def filled(cache: DynamicCache, states: States) -> DynamicCache:
+    """An empty cache, once its first tokens have come."""
+    for index, (keys, values) in enumerate(states):
+        cache.update(keys, values, index)
+    return cache
+
+
+def begun(cache: DynamicCache, states: States, like: DynamicCache, tokens: int) -> DynamicCache:
+    """The same as `filled`, sooner where the first tokens of all rows are those that another cache holds in one row."""
+    for layer, other in zip(cache.layers, like.layers, strict=True):
+        if isinstance(layer, GrowingLayer) and isinstance(other, GrowingLayer):
+            layer.take_codes(other, tokens)
+    for part in (slice(tokens), slice(tokens, None)):
+        filled(cache, [tuple(x[:, :, part] for x in each) for each in states])
+    return cache
 
 
 def text_cache(model: PreTrainedModel, recipe: Recipe, quantizers: Quantizers) -> DynamicCache:

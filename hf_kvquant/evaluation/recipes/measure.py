@@ -20,7 +20,7 @@ from ..perplexity.segments import Segments, cut
 from ..preparation import Subject
 from ..provenance import sha256
 from ..records import RunRecord, measuring, open_record
-from . import drift, needles, quality
+from . import drift, needles, quality, tasks
 from .cache import FIRST_CHUNK, Quantizers, plain_cache, recipe_cache
 from .interface import Layer, Recipe
 from .ours import of_budget
@@ -34,7 +34,7 @@ SUMMARY = "summary"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(tasks.Options):
     """What is measured: the options of `hf-kvquant eval recipes` with these names."""
 
     window: int | None = None
@@ -53,6 +53,7 @@ class Plan(NamedTuple):
     segments: Segments
     prompts: Tensor  # `[texts, tokens]` int64
     asked: list[Prompt]  # needles
+    tasks: Mapping[str, Any]  # of lm-eval, by name
     options: Options
 
 
@@ -103,9 +104,12 @@ def measure(
         "needle_prompts": options.needles,
         "seed": options.seed,
         "recipes": {name: recipe.to_dict() for name, recipe in recipes.items()},
+        **options.settings(),
     }
     record = open_record(output, settings)
+    undone = tasks.undone(record, plan.tasks, options.data, output)
     fill(record, plan, recipes, quantizers, layers)
+    tasks.fill(record, WHERE, subject, rest, plan.tasks, undone, recipes, quantizers, options)
     rows = {name: row_of(record, plan, name, recipe, layers[0]) for name, recipe in recipes.items()}
     record.put(SUMMARY, {"recipes": rows, "seconds": round(time.monotonic() - started, 1)})
     return record
@@ -117,7 +121,7 @@ def plan_of(subject: Subject, ids: Tensor, options: Options) -> Plan:
     check_drift(subject, options.drift)
     writer = Writer(subject.tokenizer, seed=options.seed) if options.needles else None
     asked = [] if writer is None else needles.prompts(writer, segments.length, options.needles)
-    return Plan(segments, prompts_of(ids, options.drift_prompts), asked, options)
+    return Plan(segments, prompts_of(ids, options.drift_prompts), asked, tasks.load(subject, ids, options), options)
 
 
 def check_drift(subject: Subject, drift_tokens: int) -> None:
@@ -230,7 +234,7 @@ def fill(
 
 
 def row_of(record: RunRecord, plan: Plan, name: str, recipe: Recipe, layer: Layer) -> dict[str, Any]:
-    """The row of a recipe: its bits, its quality, and its drift."""
+    """The row of a recipe: its bits, its quality, its drift, its needles and its tasks."""
     shape = layer.num_kv_heads, layer.head_dim
     windows = [(record.get(f"window {begin}") or {})[name] for begin in plan.segments.begins]
     row = {
@@ -242,6 +246,7 @@ def row_of(record: RunRecord, plan: Plan, name: str, recipe: Recipe, layer: Laye
         **quality.summarize(windows),
         "drift": None,
         "needles": None,
+        "tasks": None,
     }
     asked = record.get("needles")
     if asked is not None:
@@ -249,4 +254,7 @@ def row_of(record: RunRecord, plan: Plan, name: str, recipe: Recipe, layer: Laye
     part, baseline = record.get(f"drift {name}"), record.get(f"drift {UNQUANTIZED}")
     if part is not None and baseline is not None:
         row["drift"] = drift.summarize(part, baseline)
+    if plan.tasks:
+        parts = [record.get(tasks.PART + task) or {} for task in plan.tasks]
+        row["tasks"] = tasks.summarize(parts, name, recipe)
     return row

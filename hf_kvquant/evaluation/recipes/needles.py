@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from ..long_context.measure import MIN_ACCURACY, ask, read_context
 from ..long_context.prompts import Prompt, Writer
 from ..measuring.fidelity import UNQUANTIZED
 from ..paired import mean_and_error
-from .cache import Quantizers, recipe_cache
+from .cache import Quantizers, filled, recipe_cache, states_of
 from .interface import Recipe
 
 TEST = "needle"
@@ -57,10 +56,7 @@ def score(
                 if name == UNQUANTIZED
                 else recipe_cache(model, recipes[name], quantizers[name])
             )
-            for index, layer in enumerate(read.layers):
-                assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
-                cache.update(layer.keys, layer.values, index)
-            correct, log_likelihood = ask(model, question, answer, cache)
+            correct, log_likelihood = ask(model, question, answer, filled(cache, states_of(read)))
             found[name]["correct"] += correct.tolist()
             found[name]["log_likelihood"] += log_likelihood.tolist()
         on_prompt()

@@ -64,6 +64,18 @@ def show(console: Console, record: Record) -> None:
             "the unquantised cache, ± one standard error.",
             style="dim",
         )
+    if first.get("tasks") is not None:  # records of older versions have no such key
+        title = f"{first['tasks']['num_items']:,} items of {', '.join(settings['tasks'])}"
+        headings = ["recipe", "codes", "acc", "change", "log-likelihood, nats/answer", "same"]
+        _print(console, headings, {name: task_cells(row["tasks"]) for name, row in rows.items()}, title)
+        console.print(
+            f"Zero-shot, with text before each item that fills the cache with {settings['task_context']} tokens. Means "
+            "over tasks. Codes: the share of what attention read that was codes. Acc: accuracy, "
+            f"{first['tasks']['reference_accuracy']:.1%} with the unquantised cache; its change is in points. "
+            "Log-likelihood: its change for the right answer. ±: one standard error. Same: the same answer as with the "
+            "unquantised cache.",
+            style="dim",
+        )
 
 
 def _print(console: Console, headings: list[str], rows: Mapping[str, list[str]], title: str) -> None:
@@ -89,5 +101,22 @@ def drift_cells(drift: list[dict[str, Any]]) -> list[str]:
 
 def needle_cells(row: Mapping[str, Any]) -> list[str]:
     """The cells of the third table, behind the name."""
-    change = with_error(row["log_likelihood_change"], row["standard_error"], "+.3f")
-    return [or_dash(row["accuracy"], ".0%"), change]
+    return [or_dash(row["accuracy"], ".0%"), log_likelihood_change(row)]
+
+
+def task_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of the fourth table, behind the name."""
+    codes, accuracy, same = (f"{row[key]:.1%}" for key in ("read_from_codes", "accuracy", "same"))
+    return [codes, accuracy, accuracy_change(row), log_likelihood_change(row), same]
+
+
+def accuracy_change(row: Mapping[str, Any]) -> str:
+    """The change of the accuracy of tasks, in points."""
+    error = row["change_standard_error"]
+    return with_error(100 * row["change"], None if error is None else 100 * error, "+.1f")
+
+
+def log_likelihood_change(row: Mapping[str, Any]) -> str:
+    """The change of the log-likelihood of right answers; a dash if it is not known which are right."""
+    change = row["log_likelihood_change"]
+    return "-" if change is None else with_error(change, row["standard_error"], "+.3f")

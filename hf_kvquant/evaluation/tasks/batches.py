@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ...config import LayerFormats
 
 
@@ -27,6 +29,14 @@ class Row(NamedTuple):
     def lengths(self) -> tuple[int, int]:
         """Tokens of both parts. Rows of equal lengths need no padding."""
         return len(self.context), len(self.fed)
+
+
+class Score(NamedTuple):
+    """Of the continuation of a row. Log-probabilities are float32, on the CPU."""
+
+    log_probs: Tensor  # `[fed]`, of its tokens without the last
+    is_greedy: bool  # whether each of these tokens is the most likely one
+    last: Tensor  # `[vocab_size]`, for the last token
 
 
 def max_padded_length(formats: Sequence[LayerFormats]) -> float:

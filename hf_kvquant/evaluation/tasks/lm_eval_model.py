@@ -9,8 +9,6 @@ function without cache and kernels (`simulation.py`). The pairs read from codes 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,11 +16,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
-from transformers import Cache
 
+from ...attention.backends import without_cudnn
 from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
 from ...common.progress import show_progress
@@ -33,10 +30,11 @@ from ...transforms.of_model import key_transforms
 from ..errors import NothingRead
 from ..measuring.pairs import Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
 from ..measuring.simulation import simulated, simulated_cache, why_not_simulated
-from .batches import Row, batches, max_padded_length
+from .batches import Row, Score, batches, max_padded_length
 from .data import MODES
 from .paged_generation import Prompt, generate
 from .paged_scores import Scorer
+from .scoring import Answer, CannotScore, Request, ScoringLM
 
 # Tokens of each chunk after the first, so that the logits of a long text (lm-eval's wikitext) are never held at once.
 CHUNK_SIZE = 128
@@ -46,27 +44,8 @@ GENERATION_PAGES = 32
 _GREEDY = (("do_sample", False), ("temperature", 0.0))
 
 
-class CannotScore(ValueError):
-    """An item does not fit into the model's context."""
-
-
-@contextlib.contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Keep PyTorch's attention from using cuDNN, which builds a plan for every new batch size and number of tokens.
-
-    Scoring mostly meets new shapes. On Hopper, PyTorch 2.11 and later tries cuDNN first.
-    """
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
-
-
-# lm-eval is only partly typed.
 @register_model("hf_kvquant")
-class KVQuantLM(HFLM):  # type: ignore[misc]
+class KVQuantLM(ScoringLM):
     """A causal language model with a quantised cache, for lm-eval.
 
     Scores do not depend on the batch, except through the order of sums, which can flip a code. On the reference model
@@ -125,7 +104,6 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             # process: about 1 in 8 on a busy machine.
             atexit.register(self.accelerator.end_training)
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        self._takes = frozenset(inspect.signature(type(self.model).forward).parameters)
         self._unsimulated = why_not_simulated(self.model) if mode == "simulated" else None
         self.use(preset)
 
@@ -147,64 +125,41 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             self._scorer = None
 
     def _loglikelihood_tokens(
-        self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
-    ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether it is the greedy one.
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Answer]:
+        """See `ScoringLM._answered`.
 
-        A request has the texts (`None` within a rolling one), then the tokens of context and continuation.
         `override_bs` is given for the segments of rolling texts, which come in batches and show no progress.
         """
-        # Continuations that differ only in their last token (such as yes and no) are fed once.
-        waiting: dict[Row, list[int]] = {}
-        for index, (_, context, continuation) in enumerate(requests):
-            if not 0 < len(continuation) <= self.max_length or not context:
-                raise CannotScore(
-                    f"loglikelihood: a continuation must have from 1 to {self.max_length} tokens and a context, got "
-                    f"{len(continuation)} tokens after {len(context)}. Shorten the item, or give max_length."
-                )
-            room = self.max_length + 1 - len(continuation)
-            waiting.setdefault(Row(tuple(context[-room:]), tuple(continuation[:-1])), []).append(index)
-        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        is_quiet = disable_tqdm or self.rank != 0 or override_bs is not None
-        with show_progress("log-likelihoods", len(requests), unit="item", is_shown=not is_quiet) as tell:
-            for rows in self._batches(waiting):
-                scored = self._score(rows)
-                for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
-                    best = int(last.argmax())
-                    for index in waiting[row]:
-                        text, _, continuation = requests[index]
-                        log_likelihood = float(token_log_probs.sum() + last[continuation[-1]])
-                        results[index] = answer = (log_likelihood, is_greedy and best == continuation[-1])
-                        if text is not None:
-                            self.cache_hook.add_partial("loglikelihood", text, answer)
-                tell(sum(len(waiting[row]) for row in rows))
+        results: list[Answer] = [(0.0, False)] * len(requests)
+        for index, (answer,) in self._answered(requests, is_quiet=disable_tqdm or override_bs is not None):
+            results[index] = answer
+            text = requests[index][0]
+            if text is not None:
+                self.cache_hook.add_partial("loglikelihood", text, answer)
         return results
 
     def _batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
-        """The rows of each forward."""
+        """See `ScoringLM`. Padded only where that does not change scores."""
         if self._is_batched:
             if self._scorer is None:
                 self._scorer = Scorer(self.model, self.quant_config, int(self.batch_size), self.max_length)
             return self._scorer.batches(rows)
-        # Padded only where that does not change scores.
         num_layers = int(text_config_of(self.model).num_hidden_layers)
         max_padded = max_padded_length([self.quant_config.formats(index) for index in range(num_layers)])
         return batches(rows, self.batch_size, max_padded)
 
-    def _score(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
-        """Score the rows of a batch. Returns what `_scores` returns."""
+    def _score(self, rows: list[Row]) -> list[list[Score]]:
+        """See `ScoringLM`. There is one way: under the preset."""
         if self._scorer is None:
-            return self._decode(rows) if self.mode == "decode" else self._simulate(rows)
-        with torch.inference_mode(), without_cudnn_attention():
+            return [self._decode(rows) if self.mode == "decode" else self._simulate(rows)]
+        with torch.inference_mode(), without_cudnn():
             scores, read, expected = self._scorer.score(rows)
         self._add(Pairs(pairs_read=read, pairs_expected=expected))
-        return scores
+        return [scores]
 
     @torch.inference_mode()
-    def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
+    def _decode(self, rows: list[Row]) -> list[Score]:
         """Score rows through the cache. Returns what `_scores` returns."""
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
         # Rows with the same context fill the cache once, and each then gets a copy. Only our own layers without a state
@@ -244,7 +199,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         return scores
 
     @torch.inference_mode()
-    def _simulate(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
+    def _simulate(self, rows: list[Row]) -> list[Score]:
         """Score rows in one forward, in which every query sees what it would see in `_decode`."""
         first_chunks = [row.first_chunk for row in rows]
         cache = simulated_cache(self.model, self.quant_config, first_chunk=first_chunks, chunk_size=CHUNK_SIZE)
@@ -255,65 +210,6 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
         self._count(cache, sum(expected_pairs(self.model, cache, width, first) for first in first_chunks))
         return self._scores(iter([logits]), [len(row.context) - 1 for row in rows], rows)
-
-    def _table(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Rows, padded with zeros on the right: `[rows, longest]` int64. The copy to the device waits for it."""
-        longest = max(map(len, rows))
-        filled = [(*row, *(0,) * (longest - len(row))) for row in rows]
-        return torch.tensor(filled, dtype=torch.int64, device=self.device)
-
-    @without_cudnn_attention()
-    def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
-        """Logits of one chunk (`ids` and `positions`, `[batch, q_len]` int64), `[batch, q_len, vocab_size]`.
-
-        `mask` is `[batch, old and new tokens]` int64, 0 for left padding; `None` without padding. With the option
-        `logits_to_keep`, models that take it return fewer columns. `positions` may have one row for all.
-        """
-        options["position_ids"] = positions.expand(ids.shape[0], -1)
-        with torch.autocast(
-            self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-        ):
-            output = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **{name: value for name, value in options.items() if name in self._takes},
-            )
-        logits: Tensor = output.logits
-        return logits
-
-    def _scores(
-        self, pieces: Iterator[Tensor], begins: Sequence[int], rows: Sequence[Row]
-    ) -> list[tuple[Tensor, bool, Tensor]]:
-        """Reduce logits that come in pieces, `[rows, columns, vocab_size]` with consecutive columns.
-
-        `begins` has the column of each row that predicts the first token of its continuation. Returns, per row and in
-        float32: the log-probabilities of the continuation's tokens without the last, `[fed]`; whether each of these
-        tokens is the most likely one; and the log-probabilities for the last token, `[vocab_size]`.
-        """
-        ends = [begin + len(row.fed) for begin, row in zip(begins, rows, strict=True)]
-        # The token that each column predicts, where the row was fed that token. Other columns are not used.
-        targets = self._table([(0,) * begin + row.fed + (0,) for begin, row in zip(begins, rows, strict=True)])
-        lasts: dict[int, Tensor] = {}
-        log_probs, hits = [], []
-        start = 0
-        for logits in pieces:
-            scored = logits.float().log_softmax(-1)
-            stop = start + scored.shape[1]
-            target = targets[:, start:stop]
-            log_probs.append(scored.gather(2, target.unsqueeze(-1)).squeeze(-1))
-            hits.append(scored.argmax(-1) == target)
-            for index, end in enumerate(ends):
-                if start <= end < stop:
-                    lasts[index] = scored[index, end - start].clone()
-            start = stop
-        all_log_probs, all_hits = torch.cat(log_probs, dim=1).cpu(), torch.cat(hits, dim=1).cpu()
-        all_lasts = torch.stack([lasts[index] for index in range(len(rows))]).cpu()
-        return [
-            (log_probs[begin:end], bool(hits[begin:end].all()), last)
-            for log_probs, hits, last, begin, end in zip(all_log_probs, all_hits, all_lasts, begins, ends, strict=True)
-        ]
 
     def _count(self, cache: KVQuantCache, expected: int) -> None:
         """Add the pairs read from the cache of a batch to the counters of this preset, and check their number."""

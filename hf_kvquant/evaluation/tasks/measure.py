@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -66,14 +66,11 @@ def measure(
     """
     import lm_eval
 
-    from .lm_eval_model import CannotScore, KVQuantLM
+    from .lm_eval_model import KVQuantLM
+    from .scoring import CannotScore
 
     tokenizer, configs = subject.tokenizer, subject.configs
-    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise UsageError(
-            "`MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
-            f"{subject.name} without. Set bos_token or eos_token in its tokenizer_config.json."
-        )
+    check_tokenizer(subject)
     weights = sorted(Path(subject.name).expanduser().glob("*.safetensors"))
     # Not tasks and presets: a later run may add some to the file.
     settings = {
@@ -90,7 +87,7 @@ def measure(
     }
     record = open_record(output, settings)
     tasks = load_tasks(names, data)
-    hashes = {name: None if data is None else sha256(data_file(name, data)) for name in tasks}
+    hashes = hashes_of(tasks, data)
     try:
         lm = KVQuantLM(subject.model, tokenizer=tokenizer, mode=mode, batch_size=batch_size, batching=batching)
     except NotImplementedError as error:
@@ -104,7 +101,7 @@ def measure(
         measuring(record, WHERE, total, lower="--batch-size", value=batch_size, is_shown=False) as tell,
     ):
         for number, (name, preset) in enumerate(itertools.product(tasks, configs), 1):
-            if _is_done(record.get(part_name(name, preset)), hashes[name], name, output):
+            if is_done(record.get(part_name(name, preset)), hashes[name], name, output):
                 continue
             tell(doing=f"part {number} of {total} ({name}, {preset})")
             console.print(f"{number} of {total}: {name}, {preset} ({time.monotonic() - started:.0f} s so far)")
@@ -123,6 +120,21 @@ def measure(
     return {key: part for key, part in found.items() if part is not None}
 
 
+def check_tokenizer(subject: Subject) -> None:
+    """Refuse a tokenizer that lm-eval cannot use."""
+    tokenizer = subject.tokenizer
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UsageError(
+            "`MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
+            f"{subject.name} without. Set bos_token or eos_token in its tokenizer_config.json."
+        )
+
+
+def hashes_of(names: Iterable[str], data: str | None) -> dict[str, str | None]:
+    """The SHA-256 of the data of each task; `None` for tasks that lm-eval downloads."""
+    return {name: None if data is None else sha256(data_file(name, data)) for name in names}
+
+
 def check_batching(subject: Subject) -> None:
     """Refuse a model or a preset that pages of codes do not serve, with the reason."""
     for preset, config in subject.configs.items():
@@ -132,7 +144,7 @@ def check_batching(subject: Subject) -> None:
             raise UsageError(f"`--batching` must come with what pages serve, got {preset}. {error}") from error
 
 
-def _is_done(part: Part | None, data_sha256: str | None, name: str, output: str | None) -> bool:
+def is_done(part: Part | None, data_sha256: str | None, name: str, output: str | None) -> bool:
     """Whether a record has the part of a task already.
 
     Raises:

@@ -20,7 +20,7 @@ from ...config import KVQuantConfig
 from ...models.layers import layers_of
 from ...models.text_config import text_config_of
 from ...storage.tally import causal_pairs
-from .batches import Row
+from .batches import Row, Score
 from .pages import PAGE_SIZE, Pages
 
 # Tokens of a row in a forward after its first chunk, and tokens of a forward for each row of `--batch-size`. So a
@@ -28,10 +28,6 @@ from .pages import PAGE_SIZE, Pages
 CHUNK_SIZE = 128
 # Pages for each row of `--batch-size`: room for short rows, of which a forward has many.
 PAGES_PER_ROW = 32
-
-# Of a row, in float32: the log-probabilities of its tokens, whether each is the most likely one, and the
-# log-probabilities for the token behind them.
-Score = tuple[Tensor, bool, Tensor]
 
 
 @dataclasses.dataclass
@@ -123,7 +119,7 @@ class Scorer:
         self._later(rows, places, take)
         read, expected = self._pages.take_pairs(), sum(map(self._expected, rows))
         scores = [
-            (torch.cat(log_probs[index]).cpu(), bool(torch.cat(hits[index]).all()), lasts[index].cpu())
+            Score(torch.cat(log_probs[index]).cpu(), bool(torch.cat(hits[index]).all()), lasts[index].cpu())
             for index in range(len(rows))
         ]
         return scores, read, expected

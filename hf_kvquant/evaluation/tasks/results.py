@@ -24,7 +24,7 @@ from ..paired import bootstrap_average, mean_and_error, paired_accuracy, ratio_a
 from .data import AVERAGED
 
 # Metrics of items that are right or wrong. The first that a task has is the one that is compared.
-_ACCURACIES = ("acc", "exact_match", "acc_norm")
+ACCURACIES = ("acc", "exact_match", "acc_norm")
 # Metrics of texts that are scored whole, and the unit by which each text is weighted.
 _PER_UNIT = {"word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
 # The columns of a table after the preset, and what they mean.
@@ -51,13 +51,30 @@ def by_task_and_preset(parts: Mapping[str, Part]) -> dict[tuple[str, str], Part]
 
 
 def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any] | None:
-    """Run one of lm-eval's tasks on a model, under the preset that it has, on all items or the first `limit`.
+    """Run a task, as `run` does, under the preset that the model has. Returns a part of a record, or `None`."""
+    started = time.monotonic()
+    found = run(lm, name, task, limit)
+    if found is None:
+        return None
+    return {
+        "task": name,
+        "preset": lm.quant_config.to_dict(),
+        **found,
+        "pairs_read": lm.pairs_read,
+        "pairs_expected": lm.pairs_expected,
+        "pairs_dequantized": lm.pairs_dequantized,
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
-    Returns a part of a record; `None` in a process of lm-eval that does not collect the results.
+
+def run(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any] | None:
+    """Run one of lm-eval's tasks on a model for lm-eval, on all items or the first `limit`.
+
+    Returns metrics, their standard errors and the values of items; `None` in a process of lm-eval that does not collect
+    the results.
     """
     import lm_eval
 
-    started = time.monotonic()
     # Standard errors are computed here from the items: lm-eval's own bootstrap starts a pool of processes.
     results = lm_eval.evaluate(lm, {"tasks": {name: task}, "groups": {}}, limit=limit, bootstrap_iters=0)
     if results is None:
@@ -73,15 +90,9 @@ def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]
     }
     items = item_values(task, samples)
     return {
-        "task": name,
-        "preset": lm.quant_config.to_dict(),
         "num_items": len(samples),
         "metrics": metrics,
         "standard_errors": {metric: standard_error(metric, value, items) for metric, value in metrics.items()},
-        "pairs_read": lm.pairs_read,
-        "pairs_expected": lm.pairs_expected,
-        "pairs_dequantized": lm.pairs_dequantized,
-        "seconds": round(time.monotonic() - started, 1),
         "items": items,
     }
 
@@ -94,7 +105,7 @@ def item_values(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, li
     whole have numbers of `words` and `bytes`.
     """
     items: dict[str, list[Any]] = {
-        metric: [int(sample[metric]) for sample in samples] for metric in _ACCURACIES if metric in samples[0]["metrics"]
+        metric: [int(sample[metric]) for sample in samples] for metric in ACCURACIES if metric in samples[0]["metrics"]
     }
     if task.OUTPUT_TYPE == "multiple_choice":
         scores = [[float(score) for score, _ in sample["filtered_resps"]] for sample in samples]
@@ -196,7 +207,7 @@ def show(console: Console, parts: Mapping[tuple[str, str], Part], *, title: str)
         rows += [([], None), ([name], "bold")]
         for preset, part in ((preset, part) for (task, preset), part in parts.items() if task == name):
             rows.append((cells(preset, part, parts.get((name, UNQUANTIZED))), None))
-            spoken = [key for key, value in part["metrics"].items() if key not in _ACCURACIES and value is not None]
+            spoken = [key for key, value in part["metrics"].items() if key not in ACCURACIES and value is not None]
             told = ", ".join(f"{key} {spelled(part['metrics'][key], part['standard_errors'][key])}" for key in spoken)
             others += [f"{name}, {preset}: {told}"] if spoken else []
     column = {"no_wrap": True, "overflow": "ellipsis"}
@@ -212,7 +223,7 @@ def show(console: Console, parts: Mapping[tuple[str, str], Part], *, title: str)
 def cells(preset: str, part: Part, reference: Part | None) -> list[str]:
     """A row of the table: the preset, then one cell for each of `HEADINGS`."""
     items, metrics, errors = part["items"], part["metrics"], part["standard_errors"]
-    metric = next((name for name in _ACCURACIES if name in items), None)
+    metric = next((name for name in ACCURACIES if name in items), None)
     row = [preset, str(part["num_items"])]
     for name in (metric, "acc_norm"):
         row.append("-" if name not in metrics else spelled(metrics[name], errors[name], percent=True))
