@@ -9,9 +9,9 @@
     ... --tokens 2000 --drift 0 --needles 12 --output needles.json
     python evals/recipes.py plain.json outliers.json bias.json codes.json windows.json needles.json
 
-    ... --tokens 2000 --drift 0 --needles 0 --tasks piqa arc_easy arc_challenge hellaswag winogrande \\
-        --data zero_shot --limit 200 --batch-size 32 --output tasks.json
-    ... the same with --dense 0+0 --output tasks-codes.json
+    ... --tokens 2000 --drift 0 --needles 0 --tasks piqa arc_easy arc_challenge --data zero_shot --limit 200 \\
+        --batch-size 32 --bits 2.74 --output tasks.json
+    ... the same with --dense 0+0 instead of --bits, and --output tasks-codes.json
     python evals/recipes.py --add tasks.json tasks-codes.json
 
 A record has every token's divergence; a results file has each recipe's row. A run is named after its record's file.

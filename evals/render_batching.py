@@ -84,8 +84,8 @@ def caption(results: dict[str, Any]) -> str:
         "bf16 is transformers' own continuous batching with FlashAttention-2 for prompts, a Triton kernel for decode "
         "steps, CUDA graphs and asynchronous batching. All systems have the same bytes of cache. Tokens held are the "
         "most at any step; shared ones count for each request. The first token waits for the requests before it. "
-        "Requests of the last table are as in the first line. `none` is older than its kernel for decode steps. A dash: "
-        f"not measured. {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
+        "Requests of the last table are as in the first line. `none` is older than its kernel for decode steps. A "
+        f"dash: not measured. {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
         f"{results['date'][:10]}, `evals/results/batching.json`."
     )
 

@@ -125,11 +125,11 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         "recipes-hard": [render_recipes.hard_table(recipes), render_recipes.hard_caption(recipes)],
         "recipes-needles": [render_recipes.needle_table(recipes)],
         "recipes-drift": [render_recipes.drift_table(recipes), render_recipes.drift_caption(recipes)],
+        "recipes-tasks": [
+            render_recipes.task_table(recipes),
+            render_recipes.task_caption(recipes, "The reference model"),
+        ],
     }
-    paragraphs["recipes-tasks"] = [NOT_MEASURED]
-    if render_recipes.TASKS in recipes["runs"]:
-        caption_of_tasks = render_recipes.task_caption(recipes, "The reference model")
-        paragraphs["recipes-tasks"] = [render_recipes.task_table(recipes), caption_of_tasks]
     paragraphs |= {"recipes-larger": [NOT_MEASURED], "ablation-larger": [NOT_MEASURED], "itl": [NOT_MEASURED]}
     if "recipes_larger" in results:
         paragraphs["recipes-larger"] = render_recipes.larger(results["recipes_larger"], recipes)

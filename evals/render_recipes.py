@@ -176,7 +176,8 @@ def same(row: Row) -> str:
 
 
 def task_table(results: dict[str, Any]) -> str:
-    """Zero-shot tasks under every recipe, as published; if they are there, also without windows of dense tokens."""
+    """Zero-shot tasks under every recipe, as published and without windows of dense tokens."""
+    codes = rows_of(results, TASKS_CODES)
     columns: dict[str, Column] = {
         "bits at 32k": bits(),
         "read from codes": of_tasks(lambda row: f"{row['read_from_codes']:.0%}"),
@@ -184,11 +185,9 @@ def task_table(results: dict[str, Any]) -> str:
         "change, points": of_tasks(accuracy_change),
         "log-likelihood, nats per answer": of_tasks(log_likelihood_change),
         "same answers": of_tasks(same),
+        "no dense windows: log-likelihood": of_tasks(log_likelihood_change, codes),
+        "no dense windows: same answers": of_tasks(same, codes),
     }
-    if TASKS_CODES in results["runs"]:
-        codes = rows_of(results, TASKS_CODES)
-        columns["no dense windows: log-likelihood"] = of_tasks(log_likelihood_change, codes)
-        columns["no dense windows: same answers"] = of_tasks(same, codes)
     return table(rows_of(results, TASKS), columns)
 
 

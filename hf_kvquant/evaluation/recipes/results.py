@@ -68,12 +68,13 @@ def show(console: Console, record: Record) -> None:
         title = f"{first['tasks']['num_items']:,} items of {', '.join(settings['tasks'])}"
         headings = ["recipe", "codes", "acc", "change", "log-likelihood, nats/answer", "same"]
         _print(console, headings, {name: task_cells(row["tasks"]) for name, row in rows.items()}, title)
+        length = settings["task_context"]
+        before = f", with text before each item that fills the cache with {length} tokens" if length else ""
         console.print(
-            f"Zero-shot, with text before each item that fills the cache with {settings['task_context']} tokens. Means "
-            "over tasks. Codes: the share of what attention read that was codes. Acc: accuracy, "
-            f"{first['tasks']['reference_accuracy']:.1%} with the unquantised cache; its change is in points. "
-            "Log-likelihood: its change for the right answer. ±: one standard error. Same: the same answer as with the "
-            "unquantised cache.",
+            f"Zero-shot{before}. Means over tasks. Codes: the share of what attention read that was codes. Acc: "
+            f"accuracy, {first['tasks']['reference_accuracy']:.1%} with the unquantised cache; its change is in "
+            "points. Log-likelihood: its change for the right answer. ±: one standard error. Same: the same answer "
+            "as with the unquantised cache.",
             style="dim",
         )
 
