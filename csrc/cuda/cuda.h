@@ -26,7 +26,7 @@ struct AttendKernel {
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
   int slot_floats;               // of a thread block's partial result
-  Storage key;  // its storage type
+  Storage key;                   // of the keys
   Scales scales;
   bool is_paged;
   bool has_key_zero, has_value_zero;

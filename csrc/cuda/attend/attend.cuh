@@ -3,8 +3,9 @@
 //
 // A thread block of four or eight warps takes its share of a unit (schedule.cuh). As in Flash-Decoding, each warp works
 // on its own: it takes one step of every round, copies it through its pipeline (pipeline.cuh) and attends to it
-// (warp_attention.cuh), without barriers. Then it attends to tokens of dense windows (tails.cuh). In the end, warps
-// merge through shared memory, and thread blocks through the workspace (combine.cuh).
+// (warp_attention.cuh, or plain_attention.cuh where there are no codes), without barriers. Then it attends to tokens of
+// dense windows (tails.cuh). In the end, warps merge through shared memory, and thread blocks through the workspace
+// (combine.cuh).
 //
 // Instructions and power are scarce. At 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code. Reading alone
 // takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz; with this kernel it falls to 1.5 GHz (2026-11).

@@ -19,7 +19,7 @@ class PlainAttention {
   using Values = RowLayout<Shape::kValueRowBytes>;
   static constexpr int kColumnTiles = Shape::kColumnTiles;
   static constexpr int kTiles = Shape::kHeadDim / 16;  // of 16 channels
-  static_assert(!Shape::kIsPlain || (Shape::kTilesPerStep == 1 && !Shape::kIsPaired));
+  static_assert(Shape::kTilesPerStep == 1);
 
  public:
   // Takes what WarpAttention takes.
@@ -137,8 +137,8 @@ class PlainAttention {
   // Adds weighted values where some rows see a token that others do not: each row gets zeros for what it does not see.
   // Its weights are zero there, but a value may be infinite or NaN. Such steps are few.
   __device__ __forceinline__ void add_row_by_row(const DecodeParams& params, const Rows& rows, const Segment& segment,
-                                              const Span& span, const unsigned char* stage, int step,
-                                              const uint32_t (&weights)[kColumnTiles][2][2]) {
+                                                 const Span& span, const unsigned char* stage, int step,
+                                                 const uint32_t (&weights)[kColumnTiles][2][2]) {
     for_all<kColumnTiles>([&](int n) {
 #pragma unroll 1
       for (int column = 0; column < 8; ++column) {
