@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_kvquant import PRESETS, KeyTransform, ops
 from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.pages import PageLayout
 from hf_kvquant.spec.planes import Planes
 from hf_kvquant.spec.reference import split_tails
 
@@ -261,3 +262,42 @@ def test_rows_that_pad_a_captured_step(name: str, dtype: torch.dtype) -> None:
     assert not padded[2:].any()
     for ours, own in zip(held_beside, held, strict=True):
         assert_same(ours, own.cpu(), "pages")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU counts pages in 32 bits")
+@pytest.mark.slow
+def test_pages_of_more_than_64_gigabytes() -> None:
+    """Pages far apart, as those of all layers are in a large cache, give the bits of pages side by side.
+
+    These are also the bits of the same kernel: once, another one served such a cache, a hundred times as slowly.
+    """
+    stride, num_blocks = 2**30, 66
+    if torch.cuda.mem_get_info()[0] < (num_blocks + 2) * stride:
+        pytest.skip("too little memory is free")
+    memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device="cuda")
+    where: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    for name in PRESETS:
+        layout = LAYOUTS[name]
+        page = PageLayout(layout, HEADS, (HEAD_DIM, HEAD_DIM), torch.bfloat16, 1024)
+        near = torch.tensor([[2, 1, 0]], dtype=torch.int32, device="cuda")
+        far = torch.tensor([[num_blocks - 1, 1, num_blocks - 2]], dtype=torch.int32, device="cuda")
+        memory.view(num_blocks, stride)[far[0].long(), : page.num_bytes] = 0
+        side_by_side = torch.zeros(3 * page.num_bytes, dtype=torch.uint8, device="cuda")
+        places = (near, side_by_side, page.num_bytes), (far, memory, stride)
+        for chunks in ([1500, 1, 2], [1100, 64]):
+            torch.manual_seed(0)
+            steps = [torch.randn(4 * HEADS, q_len, HEAD_DIM, **where) for q_len in chunks]
+            results = []
+            for table, bytes_of_pages, num_bytes in places:
+                pages = ops.Operands(*page.planes(bytes_of_pages, 0, num_bytes), layout)
+                held, table = torch.zeros(1, dtype=torch.int32, device="cuda"), table[:, not layout.has_tail :]
+                for step in steps:
+                    query, key, value = (x.unsqueeze(0) for x in step.split([2 * HEADS, HEADS, HEADS]))
+                    held = held + step.shape[1]
+                    if held == chunks[0]:
+                        pages.append(key, value, held, page_table=table)
+                        continue
+                    out, _ = pages.decode(query, (key, value), held, softmax_scale=0.125, page_table=table)
+                    results.append(out)
+            for expected, actual in zip(results[: len(chunks) - 1], results[len(chunks) - 1 :], strict=True):
+                assert_same(actual, expected.cpu(), f"{name}, {chunks}")

@@ -95,6 +95,8 @@ struct Origin {
 #endif
 };
 
+constexpr int kMaxPages = 1 << 28;  // 16 times as many fit 32 bits: see Pipeline::in_page
+
 // How a warp copies rows of codes that are not dense (see DecodePlan): in chunks of 16, 8 or 4 bytes, one per lane.
 struct RowChunks {
   int bytes;

@@ -199,23 +199,26 @@ class Pipeline {
     next_page_ = __shfl_sync(kAllLanes, page_, num_found_), next_row_ = plan.laps.row(token);
   }
 
-  // `fill` with pages. Counts chunks of 16 bytes, in 32 bits (has_short_strides in plan.cpp): products of 64 bits are
-  // several instructions.
+  // The same place in another page, `stride` being in multiples of 16 bytes and `page` 16 times its number. All pages
+  // together may be larger than 64 GB, which 32 bits of such multiples do not count; this product of two numbers of 32
+  // bits is one instruction, unlike one of 64 bits.
+  template <class T>
+  static __device__ __forceinline__ const T* in_page(const T* first, uint32_t stride, uint32_t page) {
+    return reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(first) + uint64_t{stride} * page);
+  }
+
+  // `fill` with pages.
   __device__ __forceinline__ void fill_from_page(const DecodeParams& params, const DecodePlan& plan, uint32_t list,
                                                  uint32_t to) {
-    const uint32_t page = next_page_;
-    const int row = next_row_;
+    const uint32_t page = next_page_ * 16u, row = next_row_;
     ++num_found_;
     const half_bits* scales[kScaleCopies];
-    const unsigned row_chunk = static_cast<unsigned>(row) / kChunkTokens;
-    for_all<kScaleCopies>(
-        [&](int i) { scales[i] = scales_[i] + uint64_t{scale_strides_[i] * page + row_chunk} * kChunkTokens; });
+    for_all<kScaleCopies>([&](int i) { scales[i] = in_page(scales_[i], scale_strides_[i], page) + row; });
     if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, page, row, to);
     if (is_dense_) {
-      const uint8_t* const keys =
-          key_codes_ + uint64_t{plan.key_codes.stride_b * page + row * (kKeyRowBytes / 16)} * 16;
+      const uint8_t* const keys = in_page(key_codes_, plan.key_codes.stride_b, page) + uint64_t{row} * kKeyRowBytes;
       const uint8_t* const values =
-          value_codes_ + uint64_t{plan.value_codes.stride_b * page + row * (kValueRowBytes / 16)} * 16;
+          in_page(value_codes_, plan.value_codes.stride_b, page) + uint64_t{row} * kValueRowBytes;
       if (first_ >= begin_ && first_ + kStepTokens <= whole_end_) {
         fill_dense<kKeyRowBytes, false>(to, key_place_, keys, end_);
         fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, values, end_);
@@ -226,7 +229,7 @@ class Pipeline {
       fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, values, end_);
     } else {
       const auto rows = [&](const uint8_t* codes, const Side& side) {
-        return codes + page * side.codes_stride_b + int64_t{row} * row_stride(side);
+        return codes + next_page_ * side.codes_stride_b + int64_t{row} * row_stride(side);
       };
       fill_rows(rows(key_codes_, params.key_side), plan.key_chunks, list, to, key_end_);
       fill_rows(rows(value_codes_, params.value_side), plan.value_chunks,
@@ -338,17 +341,17 @@ class Pipeline {
     });
   }
 
-  // Copies the scales and zeros of the step's block, which is at `row`, with pages of `page`. Those of the unfinished
-  // block are not read.
+  // Copies the scales and zeros of the step's block, which is at `row`, with pages in the one that in_page calls `page`.
+  // Those of the unfinished block are not read.
   __device__ __forceinline__ void fill_block(int head_dim, uint32_t page, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
     const uint32_t block = row / kBlockSize;
     for_all<kBlockCopies>([&](int i) {
       const int chunk = i * kLanes + lane_;
       const bool has_chunk = chunk < kFirstPlane * kBlockChunks && chunk % kBlockChunks * 8 < head_dim;
-      uint32_t further = block * block_strides_[i];
-      if constexpr (kIsPaged) further += page_strides_[i] * page;
-      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, blocks_[i] + further);
+      const uint4* from = blocks_[i] + block * block_strides_[i];
+      if constexpr (kIsPaged) from = in_page(from, page_strides_[i], page);
+      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, from);
     });
   }
 

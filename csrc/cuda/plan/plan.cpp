@@ -27,15 +27,12 @@ Origin origin(const void* data, int64_t stride_b, int64_t stride_h) {
   return {data, static_cast<uint32_t>(stride_b / 16), static_cast<uint32_t>(stride_h / 16)};
 }
 
-// Whether strides of planes fit an Origin and offsets in the query fit 32 bits. Only a plane of 64 GB would not fit. The
-// kernels for pages also count the chunks of all pages in 32 bits.
+// Whether strides of planes fit an Origin and offsets in the query fit 32 bits. Only a plane of 64 GB would not fit,
+// whereas all pages together may be as large as they like.
 bool has_short_strides(const DecodeParams& params) {
-  const int64_t num_pages = params.page_table != nullptr   ? params.num_pages
-                            : params.split_plan != nullptr ? params.batch
-                                                           : 1;
-  const auto is_short = [&](int64_t stride_b, int64_t stride_h) {
-    return std::max(std::abs(stride_b), std::abs(stride_h)) / 16 <= INT32_MAX &&
-           stride_b / 16 <= UINT32_MAX / std::max<int64_t>(1, num_pages);
+  if (params.num_pages > kMaxPages) return false;
+  const auto is_short = [](int64_t stride_b, int64_t stride_h) {
+    return std::max(std::abs(stride_b), std::abs(stride_h)) / 16 <= INT32_MAX;
   };
   for (const Side* side : {&params.key_side, &params.value_side}) {
     if (!is_short(side->codes_stride_b, side->codes_stride_h)) return false;
