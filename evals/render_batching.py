@@ -18,13 +18,13 @@ THEIRS, OURS = "flash", "int4"
 # What the picture shows, and how: a workload that was measured with several sizes of the cache.
 DRAWN_WORKLOAD = "W1"
 DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: ("int4", COLOURS["int4"])}
-# All systems, and the size of the cache in GB with which they are compared on that workload.
+# All systems, and the sizes of the cache in GB with which they are compared on that workload.
 NAMES = {
     "transformers": "transformers, sdpa",
     THEIRS: "transformers, FlashAttention-2",
     "none": "`none`: our pages, bf16",
 }
-COMPARED_GB = 24.0
+COMPARED_GB = 24.0, None
 
 
 def _pairs(results: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
@@ -32,6 +32,10 @@ def _pairs(results: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]
     order = sorted(results["workloads"], key=lambda found: (found["workload"], found["cache_gb"] or float("inf")))
     rows = [(found, {row["system"]: row for row in found["rows"]}) for found in order]
     return [(found, each[THEIRS], each[OURS]) for found, each in rows if {THEIRS, OURS} <= each.keys()]
+
+
+def _memory(found: dict[str, Any]) -> str:
+    return "all memory" if found["cache_gb"] is None else f"{found['cache_gb']:g} GB"
 
 
 def throughput_table(results: dict[str, Any]) -> str:
@@ -42,8 +46,8 @@ def throughput_table(results: dict[str, Any]) -> str:
     for found, *both in _pairs(results):
         fewest, most = found["new"]
         prompt = f"{found['prompt']:,}, shared" if found["is_shared"] else f"{found['prompt']:,}"
-        memory = "all memory" if found["cache_gb"] is None else f"{found['cache_gb']:g} GB"
-        cells = [str(found["requests"]), prompt, f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}", memory]
+        cells = [str(found["requests"]), prompt, f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}"]
+        cells.append(_memory(found))
         speeds = [row["output_tokens_per_s"] for row in both]
         cells += [f"{speed:,.0f}" for speed in speeds] + [f"{speeds[1] / speeds[0]:.1f}x"]
         cells.append(", ".join(f"{row['most_held_tokens'] / 1e3:,.0f}k" for row in both))
@@ -62,18 +66,19 @@ def gain_sentence(results: dict[str, Any]) -> str:
 
 
 def systems_table(results: dict[str, Any]) -> str:
-    """Per system, and for any number of requests of one workload in one size of the cache: tokens per second."""
+    """Tokens per second on one workload: a row per system, a column per size of the cache and number of requests."""
     measured = [
         found
         for found in results["workloads"]
-        if found["workload"] == DRAWN_WORKLOAD and found["cache_gb"] == COMPARED_GB
+        if found["workload"] == DRAWN_WORKLOAD and found["cache_gb"] in COMPARED_GB
     ]
-    measured.sort(key=lambda found: -found["requests"])
+    measured.sort(key=lambda found: (COMPARED_GB.index(found["cache_gb"]), -found["requests"]))
     speeds = [{row["system"]: f"{row['output_tokens_per_s']:,.0f}" for row in found["rows"]} for found in measured]
     systems = dict.fromkeys([*NAMES, *(name for each in speeds for name in each)])
     lines = [[NAMES.get(name, f"`{name}`"), *(each.get(name, "-") for each in speeds)] for name in systems]
     return table(
-        [f"{COMPARED_GB:g} GB of cache, tokens/s", *(f"{found['requests']} requests" for found in measured)], lines
+        ["tokens/s", *(f"{_memory(found)}, {found['requests']} requests" for found in measured)],
+        lines,
     )
 
 
@@ -84,9 +89,9 @@ def caption(results: dict[str, Any]) -> str:
         "bf16 is transformers' own continuous batching with FlashAttention-2 for prompts, a Triton kernel for decode "
         "steps, CUDA graphs and asynchronous batching. All systems have the same bytes of cache. Tokens held are the "
         "most at any step; shared ones count for each request. The first token waits for the requests before it. "
-        "Requests of the last table are as in the first line. `none` is older than its kernel for decode steps. A "
-        f"dash: not measured. {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
-        f"{results['date'][:10]}, `evals/results/batching.json`."
+        f"Requests of the last table are as in the first line. A dash: not measured. {results['gpu']}, torch "
+        f"{results['torch']}, transformers {results['transformers']}, {results['date'][:10]}, "
+        "`evals/results/batching.json`."
     )
 
 

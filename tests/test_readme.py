@@ -332,7 +332,7 @@ def test_batching_table(renderer: ModuleType) -> None:
     assert "writes 1.8 to 1.8 times the tokens a second" in renderer.render_batching.gain_sentence(results)
     lines = renderer.render_batching.systems_table(results).splitlines()
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "---" not in line] == [
-        ["24 GB of cache, tokens/s", "512 requests", "51 requests"],
+        ["tokens/s", "24 GB, 512 requests", "24 GB, 51 requests"],
         ["transformers, sdpa", "-", "229"],
         ["transformers, FlashAttention-2", "4,616", "-"],
         ["`none`: our pages, bf16", "-", "-"],
