@@ -18,7 +18,7 @@ THEIRS, OURS = "flash", "int4"
 # What the picture shows, and how: a workload that was measured with several sizes of the cache.
 DRAWN_WORKLOAD = "W1"
 DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: ("int4", COLOURS["int4"])}
-# All systems, and the sizes of the cache in GB with which they are compared on that workload.
+# All systems, and the sizes of the cache in GB with which they are compared on that workload; None: all memory.
 NAMES = {
     "transformers": "transformers, sdpa",
     THEIRS: "transformers, FlashAttention-2",
@@ -76,10 +76,7 @@ def systems_table(results: dict[str, Any]) -> str:
     speeds = [{row["system"]: f"{row['output_tokens_per_s']:,.0f}" for row in found["rows"]} for found in measured]
     systems = dict.fromkeys([*NAMES, *(name for each in speeds for name in each)])
     lines = [[NAMES.get(name, f"`{name}`"), *(each.get(name, "-") for each in speeds)] for name in systems]
-    return table(
-        ["tokens/s", *(f"{_memory(found)}, {found['requests']} requests" for found in measured)],
-        lines,
-    )
+    return table(["tokens/s", *(f"{_memory(found)}, {found['requests']} requests" for found in measured)], lines)
 
 
 def caption(results: dict[str, Any]) -> str:

@@ -264,6 +264,20 @@ def test_rows_that_pad_a_captured_step(name: str, dtype: torch.dtype) -> None:
         assert_same(ours, own.cpu(), "pages")
 
 
+def attended(pages: ops.Operands, table: Tensor, steps: list[Tensor]) -> list[Tensor]:
+    """Append the first step, and attend to all tokens in the others. Steps are queries, keys and values, by head."""
+    results, length = [], 0
+    for step in steps:
+        query, key, value = (x.unsqueeze(0) for x in step.split([2 * HEADS, HEADS, HEADS]))
+        length += step.shape[1]
+        held = torch.tensor([length], dtype=torch.int32, device=step.device)
+        if step is steps[0]:
+            pages.append(key, value, held, page_table=table)
+        else:
+            results.append(pages.decode(query, (key, value), held, softmax_scale=0.125, page_table=table)[0])
+    return results
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU counts pages in 32 bits")
 @pytest.mark.slow
 def test_pages_of_more_than_64_gigabytes() -> None:
@@ -275,29 +289,19 @@ def test_pages_of_more_than_64_gigabytes() -> None:
     if torch.cuda.mem_get_info()[0] < (num_blocks + 2) * stride:
         pytest.skip("too little memory is free")
     memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device="cuda")
-    where: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    near, far = torch.tensor([[[2, 1, 0]], [[num_blocks - 1, 1, num_blocks - 2]]], dtype=torch.int32, device="cuda")
     for name in PRESETS:
         layout = LAYOUTS[name]
         page = PageLayout(layout, HEADS, (HEAD_DIM, HEAD_DIM), torch.bfloat16, 1024)
-        near = torch.tensor([[2, 1, 0]], dtype=torch.int32, device="cuda")
-        far = torch.tensor([[num_blocks - 1, 1, num_blocks - 2]], dtype=torch.int32, device="cuda")
         memory.view(num_blocks, stride)[far[0].long(), : page.num_bytes] = 0
         side_by_side = torch.zeros(3 * page.num_bytes, dtype=torch.uint8, device="cuda")
-        places = (near, side_by_side, page.num_bytes), (far, memory, stride)
         for chunks in ([1500, 1, 2], [1100, 64]):
-            torch.manual_seed(0)
-            steps = [torch.randn(4 * HEADS, q_len, HEAD_DIM, **where) for q_len in chunks]
+            steps = [torch.randn(4 * HEADS, q_len, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for q_len in chunks]
             results = []
-            for table, bytes_of_pages, num_bytes in places:
-                pages = ops.Operands(*page.planes(bytes_of_pages, 0, num_bytes), layout)
-                held, table = torch.zeros(1, dtype=torch.int32, device="cuda"), table[:, not layout.has_tail :]
-                for step in steps:
-                    query, key, value = (x.unsqueeze(0) for x in step.split([2 * HEADS, HEADS, HEADS]))
-                    held = held + step.shape[1]
-                    if held == chunks[0]:
-                        pages.append(key, value, held, page_table=table)
-                        continue
-                    out, _ = pages.decode(query, (key, value), held, softmax_scale=0.125, page_table=table)
-                    results.append(out)
-            for expected, actual in zip(results[: len(chunks) - 1], results[len(chunks) - 1 :], strict=True):
+            for table, pages in (
+                (near, page.planes(side_by_side, 0, page.num_bytes)),
+                (far, page.planes(memory, 0, stride)),
+            ):
+                results.append(attended(ops.Operands(*pages, layout), table[:, not layout.has_tail :], steps))
+            for expected, actual in zip(*results, strict=True):
                 assert_same(actual, expected.cpu(), f"{name}, {chunks}")
