@@ -270,7 +270,11 @@ class PagedCache(PagedAttentionCache):
         return allocator
 
     def planned(self, group: Group) -> Group:
-        """A group, with a split plan if the GPU's kernel for single tokens serves it. One sequence alone needs none."""
+        """A group, with a split plan if the GPU's kernel for single tokens serves it.
+
+        One sequence alone gets none, since the kernel cuts it better: with a plan, steps over 1k to 128k tokens took up
+        to 21 % longer (H200, 2026-11). Only `int8` and `int4-channel` at 128k gained, 1 and 2 %.
+        """
         if self.counters is None or group.q_len > 1 or not group.has_past or len(group.lengths) == 1:
             return group
         num_slots = ops.num_slots_of(self.counters.device, self.allocator.num_key_value_heads)
