@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -179,16 +180,20 @@ def running(model: Any, workload: Workload, num_blocks: int | None) -> Iterator[
         manager.destroy()
 
 
-def serve(manager: Any, prompts: list[list[int]], new_tokens: list[int]) -> list[GenerationOutput]:
+def serve(manager: Any, prompts: list[list[int]], new_tokens: list[int], limit_s: float) -> list[GenerationOutput]:
     """Add all requests, and wait for their results.
 
     Raises:
         RuntimeError: A request failed, or the manager ended.
+        TimeoutError: It took longer than `limit_s` seconds.
     """
+    deadline = time.perf_counter() + limit_s
     for prompt, num_new in zip(prompts, new_tokens, strict=True):
         manager.add_request(prompt, max_new_tokens=num_new, record_timestamps=True, eos_token_id=-1)
     outputs: list[GenerationOutput] = []
     while len(outputs) < len(prompts):
+        if time.perf_counter() > deadline:
+            raise TimeoutError(f"{len(outputs)} of {len(prompts)} requests were answered in {limit_s:g} s")
         output = manager.get_result(timeout=1)
         if output is not None and output.error is not None:
             raise RuntimeError(f"a request failed: {output.error}")
@@ -215,7 +220,12 @@ def prepared(model: Any, system: str) -> Iterator[None]:
 
 
 def measure(
-    model: Any, system: str, workload: Workload, cache_gb: float | None, total_gb: float | None
+    model: Any,
+    system: str,
+    workload: Workload,
+    cache_gb: float | None,
+    total_gb: float | None,
+    limit_s: float = math.inf,
 ) -> dict[str, Any]:
     """The row of one system.
 
@@ -225,6 +235,7 @@ def measure(
         workload: Its requests.
         cache_gb: Memory for the cache; `None` for all that is left.
         total_gb: Memory for weights, cache and activations together, in place of `cache_gb`.
+        limit_s: Seconds that the requests may take, and those that warm up likewise.
     """
     of_token = bytes_per_token(model, system)
     cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
@@ -239,10 +250,10 @@ def measure(
     with prepared(model, system), running(model, workload, num_blocks) as manager:
         watch = Watch(manager.batch_processor.scheduler)
         warm_up = [prompt[::-1] for prompt in prompts[:WARM_UP_REQUESTS]]  # shares no prefix
-        serve(manager, warm_up, [WARM_UP_TOKENS] * len(warm_up))
+        serve(manager, warm_up, [WARM_UP_TOKENS] * len(warm_up), limit_s)
         watch.clear()
         start = time.perf_counter()
-        outputs = serve(manager, prompts, new_tokens)
+        outputs = serve(manager, prompts, new_tokens, limit_s)
         seconds = time.perf_counter() - start
         room = manager.batch_processor.cache.num_blocks * PAGE_SIZE
         settings = manager.continuous_batching_config
@@ -324,6 +335,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     told = f"of linear layers: {', '.join(METHODS)} (default: {BF16})"
     parser.add_argument("--weights", nargs="+", choices=METHODS, default=[BF16], metavar="METHOD", help=told)
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
+    told = "that the requests of a system may take; one that is slower is listed as failed (default: no limit)"
+    parser.add_argument("--limit-s", type=float, default=math.inf, metavar="SECONDS", help=told)
     kept = "what --output holds if it is of this machine and model"
     add_run_options(parser, after="every system", resumed=kept)
     arguments = parse_run(parser, words)
@@ -333,6 +346,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         for size in sizes or ():
             if size <= 0:
                 parser.error(f"{option} must be positive, got {size}")
+    if not arguments.limit_s > 0:
+        parser.error(f"--limit-s must be positive, got {arguments.limit_s}")
     if not 0 < arguments.share <= 1:
         parser.error(f"--share must be above 0 and at most 1, got {arguments.share}")
     return arguments
@@ -385,7 +400,7 @@ def run(model: Any, weights: str, arguments: argparse.Namespace, results: dict[s
         workload, found = workload_of(results, name, arguments.share, size, total)
         done = {arm_of(row) for row in [*found["rows"], *found["failures"]]}
         for system in [each for each in arguments.systems if (weights, each) not in done]:
-            row, reason = attempt(functools.partial(measure, model, system, workload, size, total))
+            row, reason = attempt(functools.partial(measure, model, system, workload, size, total, arguments.limit_s))
             if row is not None:
                 versions = {"packages": METHODS[weights].versions, "commit": results["commit"], "date": results["date"]}
                 found["rows"].append({"weights": weights, **row, **versions})

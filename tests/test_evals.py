@@ -790,6 +790,12 @@ def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     more = json.loads(path.read_text(encoding="utf-8"))
     assert len(more["commands"]) == 2 and [len(found["rows"]) for found in more["workloads"]] == [4, 4]
     assert [found["rows"][:3] for found in more["workloads"]] == [found["rows"] for found in results["workloads"]]
+    # A system that takes too long is listed, and does not keep the others waiting.
+    monkeypatch.setattr(sys, "argv", ["bench_batching.py", *words, "--workloads", "W1", "--limit-s", "1e-9"])
+    bench.main()
+    (slow,) = json.loads(capsys.readouterr().out.splitlines()[-1])["workloads"]
+    assert slow["rows"] == [] and [failure["system"] for failure in slow["failures"]] == list(rows)
+    assert "0 of 4 requests were answered in 1e-09 s" in slow["failures"][0]["reason"]
     prompts = workloads["W4"].prompts(96)
     assert prompts[0][:584] == prompts[1][:584] and prompts[0] != prompts[1]
     assert workloads["W1"].new_tokens() == workloads["W1"].new_tokens()
@@ -839,6 +845,7 @@ def test_batching_with_memory_in_all(
         (["--cache-gb", "0"], "--cache-gb must be positive, got 0.0"),
         (["--total-gb", "24", "-1"], "--total-gb must be positive, got -1.0"),
         (["--total-gb", "24", "--cache-gb", "8"], "--total-gb takes the place of --cache-gb, got both"),
+        (["--limit-s", "0"], "--limit-s must be positive, got 0.0"),
         (["--share", "2"], "--share must be above 0 and at most 1, got 2.0"),
         (["--systems", "int5"], "invalid choice: 'int5'"),
         (["--resume"], "--resume needs --output, the results to resume"),
