@@ -225,7 +225,7 @@ def measure(
     workload: Workload,
     cache_gb: float | None,
     total_gb: float | None,
-    limit_s: float = math.inf,
+    limit_s: float,
 ) -> dict[str, Any]:
     """The row of one system.
 
@@ -335,7 +335,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     told = f"of linear layers: {', '.join(METHODS)} (default: {BF16})"
     parser.add_argument("--weights", nargs="+", choices=METHODS, default=[BF16], metavar="METHOD", help=told)
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
-    told = "that the requests of a system may take; one that is slower is listed as failed (default: no limit)"
+    told = "that the requests of a system may take; a slower one is listed as failed (default: no limit)"
     parser.add_argument("--limit-s", type=float, default=math.inf, metavar="SECONDS", help=told)
     kept = "what --output holds if it is of this machine and model"
     add_run_options(parser, after="every system", resumed=kept)

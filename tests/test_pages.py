@@ -305,3 +305,5 @@ def test_pages_of_more_than_64_gigabytes() -> None:
                 results.append(attended(ops.Operands(*pages, layout), table[:, not layout.has_tail :], steps))
             for expected, actual in zip(*results, strict=True):
                 assert_same(actual, expected.cpu(), f"{name}, {chunks}")
+    del memory, pages
+    torch.cuda.empty_cache()  # for tests in other processes
