@@ -284,7 +284,7 @@ def test_forks_go_on_from_the_prompt(preset: Any) -> None:
 
 
 def test_padding_does_not_show() -> None:
-    """Tokens of steps with prompts are padded on a GPU, those of captured steps in `test_on_a_gpu`."""
+    """Tokens of steps with prompts are padded on a GPU, those of captured steps in `test_many_requests_on_a_gpu`."""
     with patched(models.llama(), "int4") as model:
         expected = [alone(model, prompt) for prompt in PROMPTS]
         with managed(model, max_batch_tokens=300) as manager:
@@ -294,6 +294,24 @@ def test_padding_does_not_show() -> None:
                 runner.maybe_pad_inputs(40, 0, False) == (256, 0) and runner.maybe_pad_inputs(260, 0, False)[0] == 300
             )
             assert answers(manager, PROMPTS) == expected
+
+
+def test_all_sizes_of_captured_steps_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with patched(models.llama(), "int4") as model, with_tables(model, num_blocks=2, max_batch_tokens=420) as manager:
+        runner, warmed = manager.batch_processor.model_runner, []
+        runner.use_cuda_graph_decode = runner.pad_inputs = True
+        monkeypatch.setattr(
+            runner, "run_one_warmup", lambda model, num_q_tokens, max_kv_read: warmed.append(num_q_tokens) or 0.0
+        )
+        runner.warmup(model)
+        warmed.remove(420)  # the step with prompts
+        padded = [runner.maybe_pad_inputs(number, 0, True) for number in range(1, 421)]
+        assert padded[4] == (8, 0) and padded[128] == (192, 0) and padded[256] == (320, 0) and padded[-1] == (420, 0)
+        assert {size for size, _ in padded} == set(warmed)
+        runner.cache.max_decode_fast_path_length = 0
+        warmed.clear()
+        runner.warmup(model)
+        assert warmed == [420]
 
 
 def test_trash_does_not_show() -> None:
@@ -325,9 +343,10 @@ class Steps:
 
 
 @contextlib.contextmanager
-def with_tables(model: Any, num_blocks: int) -> Iterator[Any]:
+def with_tables(model: Any, num_blocks: int, max_batch_tokens: int = 256) -> Iterator[Any]:
     """A manager whose decode steps read tables of transformers, as captured ones do, on any device."""
-    manager = model.init_continuous_batching(generation(10), settings(num_blocks=16, max_batch_tokens=256))
+    options = settings(num_blocks=16, max_batch_tokens=max_batch_tokens)
+    manager = model.init_continuous_batching(generation(10), options)
     manager.continuous_batching_config.max_blocks_per_request = num_blocks
     manager.warmup()
     try:
@@ -423,6 +442,20 @@ def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
                 a == b for ours, own in zip(found, expected, strict=True) for a, b in zip(ours, own, strict=True)
             )
             assert same > 0.8 * 12 * len(prompts)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+@pytest.mark.parametrize("preset", ["int8", "int4-channel"])
+def test_many_requests_on_a_gpu(preset: str) -> None:
+    """Steps of 200 requests and fewer, some padded to multiples of 64, some to powers of two."""
+    model = models.on("cuda", long_llama())
+    prompts = [text(3 + seed % 40, seed) for seed in range(200)]
+    with patched(model, preset):
+        expected = [alone(model, prompt, 12) for prompt in prompts[:: len(prompts) // 10]]
+        with managed(model, 12, num_blocks=420, max_batch_tokens=512) as manager:
+            assert answers(manager, prompts)[:: len(prompts) // 10] == expected
+            pair = manager.batch_processor.inputs_and_outputs.io_pairs[0]
+            assert {(128,), (192,), (256,)} <= set(pair.device_io.graphs._storage)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -30,7 +30,9 @@ from .cache import PagedCache
 
 # Of a model whose config does not say how many it has.
 DEFAULT_POSITIONS = 2**17
+# Numbers of tokens with prompts, and of requests without, that steps are padded to multiples of.
 TOKEN_INTERVAL = 256
+REQUEST_INTERVAL = 64
 
 
 def settle_graphs(batching: ContinuousBatchingConfig, device: torch.device, *, can_capture: bool = True) -> None:
@@ -79,17 +81,41 @@ class Runner(ModelRunner):
 
     cache: PagedCache
 
+    @property
+    def max_requests(self) -> int:
+        """Of a step."""
+        most: Any = self.cb_config.max_requests_per_batch  # optional for users, set when there is a runner
+        return int(most)
+
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
         """Pad the requests of steps that are captured, and the tokens of others.
 
         transformers would pad the requests of all steps, and compute logits for the padding. Tokens are padded so that
-        few sizes occur, because `fused` tries its kernels on each.
+        few sizes occur, because `fused` tries its kernels on each. Many requests are limited by arithmetic, not by
+        reading weights, so that padding them to powers of two, as transformers does, would cost time.
         """
         self.pad_inputs = use_decode_fast_path and self.use_cuda_graph_decode
-        padded: tuple[int, int] = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+        if self.pad_inputs and num_q_tokens > 2 * REQUEST_INTERVAL:
+            return pad_to_interval(num_q_tokens, REQUEST_INTERVAL, self.max_requests), 0
         if self.use_cuda_graph_decode and not use_decode_fast_path:
             return pad_to_interval(num_q_tokens, TOKEN_INTERVAL, self.cache.max_batch_tokens), max_kv_read
+        padded: tuple[int, int] = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
         return padded
+
+    @torch.no_grad()
+    def warmup(self, model: nn.Module) -> None:
+        """See `ModelRunner`. Also captures what `maybe_pad_inputs` makes between powers of two."""
+        super().warmup(model)
+        if not self.use_cuda_graph_decode or self.cache.max_decode_fast_path_length <= 0:
+            return
+        io: Any = self.inputs_and_outputs
+        is_paired = isinstance(io, ContinuousBatchingAsyncIOs)
+        for _ in range(2 if is_paired else 1):
+            for num_requests in range(3 * REQUEST_INTERVAL, self.max_requests, REQUEST_INTERVAL):
+                self.run_one_warmup(model=model, num_q_tokens=num_requests, max_kv_read=None)
+            if is_paired:
+                io.swap_io_pairs()
+        self.cache.reset()
 
     def _states(self) -> list[FutureRequestState]:
         """The requests of the step that comes next, in the order of their tokens."""
