@@ -113,7 +113,7 @@ oldest: $(OLDEST)/stamp  ## test cache and generation with the oldest supported 
 sanitize: $(if $(IS_PYTHON_GIVEN),,$(READY))  ## test CUDA kernels under memcheck, racecheck and initcheck (needs a GPU)
 	@for tool in $(SANITIZE_TOOLS); do \
 	    echo "$$tool:" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --report-api-errors no \
-	    --error-exitcode 1 $(SANITIZE_PYTHON) -m pytest -q -p no:benchmark -m sanitize -k "not cpu" || exit 1; \
+	    --error-exitcode 1 $(SANITIZE_PYTHON) -m pytest -q -p no:benchmark -m sanitize -k "not cpu" $(GPU_TESTS) || exit 1; \
 	done
 
 # Calls pytest by its own name, since `python -m pytest` would import the package of this folder. Python and torch leak

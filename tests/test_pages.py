@@ -128,6 +128,7 @@ def check_written(
             assert base is None or bool((base[:, plane[0].numel() :] == GARBAGE).all()), "memory between pages"
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("page_rows", [128, 256])
 @pytest.mark.parametrize("name", PAGED)
 def test_pages_give_the_bits_of_rows_side_by_side(name: str, page_rows: int, engine: str) -> None:

@@ -209,6 +209,7 @@ def test_starts_that_make_no_plan_are_refused(starts: torch.Tensor, message: str
         ops.split_plan(lengths, 3, starts)
 
 
+@pytest.mark.sanitize
 @CUDA_ONLY
 @pytest.mark.parametrize("batch", [1, 2, 33, 1024, 1025, 3000])
 @pytest.mark.parametrize("most", [1, 5000, 200_000])
@@ -222,6 +223,7 @@ def test_the_kernel_makes_the_plan_of_the_reference(batch: int, most: int) -> No
             assert torch.equal(made.cpu(), expected)
 
 
+@pytest.mark.sanitize
 @CUDA_ONLY
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "int4-channel"])
 @pytest.mark.parametrize("lengths", [[2000, 5, 128, 0, 700, 1], [1], [4000], [130] * 40])
