@@ -57,12 +57,16 @@ ISSUE_FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml
 DEMO_PROMPTS := $(sort $(wildcard evals/demo_prompts/*.txt))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# pip would compile every module of every package. Python compiles what it imports.
+export PIP_COMPILE := 0
 
 .DEFAULT_GOAL := help
 # Where setup.py puts the package with sanitized CPU kernels, and the tests that run on it: each op against the
-# reference, with every instruction set of the machine, and fuzzing. One run, since torch starts slowly there.
+# reference, with every instruction set of the machine, and fuzzing. One run, since torch starts slowly there. Left out are
+# tests that call ops as others do.
 SANITIZED := build/sanitized/lib
-SANITIZED_OPS := (cpu- or op_arguments) and not compile and not two_gigabytes and not codes_are_those_of_the_reference
+SANITIZED_OPS := (cpu- or op_arguments) and not (compile or two_gigabytes or codes_are_those_of_the_reference or \
+    equal_calls or opcheck)
 SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py windows.py blocks.py op_arguments.py \
     extreme_values.py fuzz_ops.py) \
     -k "($(SANITIZED_OPS) and not extreme_values) or (extreme_values and sanitize) or fuzz_ops"

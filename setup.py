@@ -63,7 +63,7 @@ CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract
 # The first error ends the run. Memory that torch allocates is checked too, though torch itself is not instrumented.
 SANITIZE_FLAGS = [
     "-O1",
-    "-g",
+    "-g1",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
