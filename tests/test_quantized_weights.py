@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import compare
@@ -87,9 +88,17 @@ def bitsandbytes(**options: Any) -> Callable[..., Any]:
     return load
 
 
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
+
 def quanto(weights: str) -> Callable[..., Any]:
     def load(folder: Path, **how: Any) -> Any:
         pytest.importorskip("optimum.quanto")
+        from optimum.quanto.library import extensions
+
+        # quanto would compile this, which takes 40 s.
+        extensions.get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=unpack)
         return loaded(folder / "plain", quantization_config=QuantoConfig(weights=weights), **how)
 
     return load

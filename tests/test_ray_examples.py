@@ -193,8 +193,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     variables = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     # A proxy that imports more slowly than this, as beside other tests, would be killed and started again.
     variables["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = str(PATIENCE)
-    previous = {name: os.environ.get(name) for name in ("RAY_USAGE_STATS_ENABLED", *variables)}
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray would start a worker per CPU at once, which cannot be used, because it lacks these variables.
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
+    previous = {name: os.environ.get(name) for name in (*own, *variables)}
+    os.environ |= own
     others = set(psutil.Process().children())  # of tests that ran before
     ray.init(
         address="local",
