@@ -57,8 +57,6 @@ ISSUE_FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml
 DEMO_PROMPTS := $(sort $(wildcard evals/demo_prompts/*.txt))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# pip would compile every module of every package. Python compiles what it imports.
-export PIP_COMPILE := 0
 
 .DEFAULT_GOAL := help
 # Where setup.py puts the package with sanitized CPU kernels, and the tests that run on it: each op against the

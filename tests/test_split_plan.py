@@ -209,7 +209,6 @@ def test_starts_that_make_no_plan_are_refused(starts: torch.Tensor, message: str
         ops.split_plan(lengths, 3, starts)
 
 
-@pytest.mark.sanitize
 @CUDA_ONLY
 @pytest.mark.parametrize("batch", [1, 2, 33, 1024, 1025, 3000])
 @pytest.mark.parametrize("most", [1, 5000, 200_000])
