@@ -1,6 +1,7 @@
 """Attention of many new tokens over a cache on a GPU: every preset against PyTorch's attention in bf16.
 
     python evals/bench_chunks.py --output evals/results/chunks.json
+    python evals/bench_chunks.py --pages --output evals/results/chunks_pages.json
 
 This is what chunks of a prompt, a chat's next turn and checks of proposed tokens cost in a layer. Ours attends to codes
 that are in the cache already; to append them takes microseconds. The peers attend to unquantised keys and values:
@@ -10,6 +11,9 @@ that are in the cache already; to append them takes microseconds. The peers atte
   computes a little more than it would have to.
 - `fa2` and, on Hopper, `fa3`: FlashInfer's kernels of these generations, causal at the end, if the package is
   installed. It compiles them at first use, which takes minutes. Its planning is not timed.
+
+With `--pages` there are no peers. Each preset is measured twice, over sequences that lie side by side and over pages in
+random order, as in continuous batching. Both calls also append the new tokens.
 
 Each result is checked against the reference on a few rows. Calls are timed as in `bench_decode.py`: replays of a CUDA
 graph over buffers that are cold in L2, so the host's time does not count. A call that cannot be captured is timed back
@@ -27,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_decode import random_planes
-from decode_cases import DEVICE, DTYPE, Shape, bytes_held, thousands
+from bench_decode import PagedSets, random_planes
+from decode_cases import DEVICE, DTYPE, Shape, bytes_held
 from decode_peers import peer_versions
 from gpu_timing import MIN_CALLS, Forms, Timing, sets_needed, time_calls
-from render_chunks import COMPARED
+from render_chunks import COMPARED, case_name
 from results_files import write_results
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +45,7 @@ from hf_kvquant import PRESETS, ops
 from hf_kvquant.evaluation.provenance import card, gpu_card, gpu_state
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.planes import Planes
 
 DEFAULT_PRESETS = ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
 # Sequences, tokens held, and new ones among them.
@@ -105,13 +110,60 @@ def flashinfer_peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
     return {backend: form(backend) for backend in (("fa2", "fa3") if is_hopper else ("fa2",))}
 
 
-def check(out: Tensor, query: Tensor, planes: tuple[Any, Any], layout: KVLayout, length: int) -> float:
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The newest tokens of a batch of sequences, which attend to all tokens up to themselves.
+
+    Attributes:
+        shape: Of the step; its context includes the new tokens.
+        query: `[batch, num_q_heads, new tokens, head_dim]`.
+        new: Keys and values, `[batch, num_kv_heads, new tokens, head_dim]` each, if the op appends them; else `None`.
+        options: Of the op.
+    """
+
+    shape: Shape
+    query: Tensor
+    new: tuple[Tensor, Tensor] | None
+    options: dict[str, Any]
+
+    @classmethod
+    def random(cls, shape: Shape, num_new: int, *, is_appended: bool) -> Chunk:
+        """With values of order one."""
+        rows = num_new, shape.head_dim
+        query = torch.randn(shape.batch, shape.num_q_heads, *rows, dtype=DTYPE, device=DEVICE)
+        key, value = torch.randn(2, shape.batch, shape.num_kv_heads, *rows, dtype=DTYPE, device=DEVICE)
+        counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+        options = {"softmax_scale": shape.head_dim**-0.5, "counters": counters}
+        return cls(shape, query, (key, value) if is_appended else None, options)
+
+    def time(self, preset: str, layout: KVLayout, sets: list[tuple[Planes, Planes]], paged: PagedSets | None) -> Timing:
+        """The time of the op over buffer sets, which are those of `paged` if it is not `None`.
+
+        Raises:
+            SystemExit: The result is not that of the reference.
+        """
+        batch, length, num_new = self.shape.batch, self.shape.context, self.query.shape[2]
+        lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+        options = self.options if paged is None else {**self.options, "page_table": paged.table}
+
+        def run(i: int) -> Tensor:
+            return ops.decode(self.query, self.new, *sets[i], lengths, layout, **options)[0]
+
+        out = run(0)
+        error = check(out, self.query, sets[0] if paged is None else paged.gathered(), layout, length)
+        if not error <= 2e-2:
+            where = f"{batch} x {length} + {num_new}, {preset}" + ("" if paged is None else ", pages")
+            raise SystemExit(f"bench_chunks: {where}: relative error {error:.2e}.")
+        return timed(run, len(sets), num_new)
+
+
+def check(out: Tensor, query: Tensor, planes: tuple[Planes, Planes], layout: KVLayout, length: int) -> float:
     """The largest error of the newest rows of the last sequence, relative to their largest value."""
     rows = min(CHECKED_ROWS, query.shape[2])
     held = torch.tensor([length], dtype=torch.int32, device=DEVICE)
     key, value = (
         reference.dequantize(made.map(lambda plane: plane[-1:]), kv_format, lengths=held)
-        for made, kv_format in zip(planes, (layout.key, layout.value), strict=True)
+        for made, kv_format in zip(planes, layout.formats, strict=True)
     )
     expected, _ = reference.decode_attention(
         query[-1:, :, -rows:].float(), key, value, held, softmax_scale=query.shape[-1] ** -0.5
@@ -120,39 +172,60 @@ def check(out: Tensor, query: Tensor, planes: tuple[Any, Any], layout: KVLayout,
     return float(error.item())
 
 
-def measure(batch: int, length: int, num_new: int, presets: list[str], head_dim: int) -> dict[str, Any]:
-    """All times of one case, in microseconds.
+def measure(shape: Shape, num_new: int, presets: list[str]) -> dict[str, Any]:
+    """All times of one case, peers and ours, in microseconds.
 
     Raises:
         SystemExit: A result is not that of the reference.
     """
-    shape = Shape(batch, NUM_Q_HEADS, NUM_KV_HEADS, head_dim, length)
-    query = torch.randn(batch, NUM_Q_HEADS, num_new, head_dim, dtype=DTYPE, device=DEVICE)
-    num_sets = sets_needed(bytes_held(shape, PRESETS["none"]))
-    keys, values = torch.randn(2, num_sets, batch, NUM_KV_HEADS, length, head_dim, dtype=DTYPE, device=DEVICE)
-    timings = {name: timed(run, num_sets, num_new) for name, run in peers(query, keys, values).items()}
+    chunk = Chunk.random(shape, num_new, is_appended=False)
+    num_sets, rows = sets_needed(bytes_held(shape, PRESETS["none"])), (shape.context, shape.head_dim)
+    keys, values = torch.randn(2, num_sets, shape.batch, NUM_KV_HEADS, *rows, dtype=DTYPE, device=DEVICE)
+    timings = {name: timed(run, num_sets, num_new) for name, run in peers(chunk.query, keys, values).items()}
     del keys, values
-    lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-    counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     for preset in presets:
         layout = KVLayout(*PRESETS[preset])
-        num_sets = sets_needed(bytes_held(shape, PRESETS[preset]))
-        sets = [(random_planes(shape, layout.key), random_planes(shape, layout.value)) for _ in range(num_sets)]
+        timings[preset] = chunk.time(preset, layout, side_by_side(shape, layout), None)
+    return {**described(shape, num_new), **in_us("us", "timings", timings)}
 
-        def run(i: int, layout: KVLayout = layout, sets: list[tuple[Any, Any]] = sets) -> Tensor:
-            options = {"softmax_scale": head_dim**-0.5, "counters": counters}
-            return ops.decode(query, None, *sets[i], lengths, layout, **options)[0]
 
-        error = check(run(0), query, sets[0], layout, length)
-        if not error <= 2e-2:
-            raise SystemExit(f"bench_chunks: {batch} x {length} + {num_new}, {preset}: relative error {error:.2e}.")
-        timings[preset] = timed(run, num_sets, num_new)
+def measure_pages(shape: Shape, num_new: int, presets: list[str]) -> dict[str, Any]:
+    """The times of one case with sequences side by side and in pages, in microseconds.
+
+    Raises:
+        SystemExit: A result is not that of the reference.
+    """
+    chunk = Chunk.random(shape, num_new, is_appended=True)
+    timings, in_pages = {}, {}
+    for preset in presets:
+        layout = KVLayout(*PRESETS[preset])
+        sets = side_by_side(shape, layout)
+        paged = PagedSets.random(shape, layout, len(sets))
+        timings[preset] = chunk.time(preset, layout, sets, None)
+        in_pages[preset] = chunk.time(preset, layout, paged.sets, paged)
     return {
-        "batch": batch,
-        "length": length,
-        "num_new": num_new,
-        "us": {name: timing.median_us for name, timing in timings.items()},
-        "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
+        **described(shape, num_new),
+        **in_us("us", "timings", timings),
+        **in_us("pages_us", "pages_timings", in_pages),
+    }
+
+
+def side_by_side(shape: Shape, layout: KVLayout) -> list[tuple[Planes, Planes]]:
+    """Buffer sets that are cold in L2, with the contents that `random_planes` describes."""
+    num_sets = sets_needed(bytes_held(shape, layout.formats))
+    return [(random_planes(shape, layout.key), random_planes(shape, layout.value)) for _ in range(num_sets)]
+
+
+def described(shape: Shape, num_new: int) -> dict[str, int]:
+    """A case, as a results file names it."""
+    return {"batch": shape.batch, "length": shape.context, "num_new": num_new}
+
+
+def in_us(name: str, all_name: str, timings: dict[str, Timing]) -> dict[str, Any]:
+    """Medians under one name, and all that was measured under another."""
+    return {
+        name: {each: timing.median_us for each, timing in timings.items()},
+        all_name: {each: dataclasses.asdict(timing) for each, timing in timings.items()},
     }
 
 
@@ -175,7 +248,7 @@ def case_table(results: dict[str, Any]) -> Table:
     for column in ("new tokens", *names, *ratios):
         table.add_column(column, justify="left" if column == "new tokens" else "right")
     for case in results["cases"]:
-        cells = [f"{case['batch']} x {thousands(case['length'])} + {case['num_new']:,}"]
+        cells = [case_name(case)]
         for timing in case["timings"].values():
             cells.append(f"{timing['median_us']:.1f}{'' if timing['is_captured'] else '*'}")
         cells += [f"{case['speedup'][name]:.2f}" for name in compared]
@@ -184,25 +257,43 @@ def case_table(results: dict[str, Any]) -> Table:
     return table
 
 
+def pages_table(results: dict[str, Any]) -> Table:
+    """Per case and preset: microseconds in pages, and how much longer than side by side."""
+    table = Table(title="microseconds a layer in pages; longer than side by side", title_justify="left")
+    table.add_column("new tokens")
+    for preset in results["cases"][0]["us"]:
+        table.add_column(preset, justify="right")
+    for case in results["cases"]:
+        longer = {preset: us / case["us"][preset] - 1 for preset, us in case["pages_us"].items()}
+        cells = (f"{us:.1f} ({longer[preset]:+.1%})" for preset, us in case["pages_us"].items())
+        table.add_row(case_name(case), *cells)
+    return table
+
+
 def main() -> None:
     """Measure every case. Print the table, and the results as one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--presets", nargs="+", choices=sorted(PRESETS), default=DEFAULT_PRESETS)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--pages", action="store_true", help="compare pages with sequences side by side, not with peers"
+    )
     parser.add_argument("--output", type=Path, help="write the results here, as JSON")
     arguments = parser.parse_args()
     if not ops.has_kernels("cuda"):
         raise SystemExit("bench_chunks: needs a GPU and an extension built with CUDA.")
     started = time.perf_counter()
     torch.manual_seed(0)
-    results: dict[str, Any] = {**card(), **gpu_card(), "peer_versions": peer_versions()}
+    results: dict[str, Any] = {**card(), **gpu_card(), "peer_versions": {} if arguments.pages else peer_versions()}
     results |= {"head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
     for batch, length, num_new in CASES:
-        results["cases"].append(measure(batch, length, num_new, arguments.presets, arguments.head_dim))
+        shape = Shape(batch, NUM_Q_HEADS, NUM_KV_HEADS, arguments.head_dim, length)
+        results["cases"].append((measure_pages if arguments.pages else measure)(shape, num_new, arguments.presets))
         torch.cuda.empty_cache()
-    add_ratios(results["cases"])
+    if not arguments.pages:
+        add_ratios(results["cases"])
     results |= {"state_after": gpu_state(), "wall_s": time.perf_counter() - started}
-    Console(width=160).print(case_table(results))
+    Console(width=160).print(pages_table(results) if arguments.pages else case_table(results))
     write_results(results, arguments.output)
     print(json.dumps(results))
 

@@ -120,6 +120,48 @@ def filled(planes: Planes, kv_format: KVFormat) -> Planes:
     return planes
 
 
+@dataclasses.dataclass(frozen=True)
+class PagedSets:
+    """Buffer sets of a step over pages.
+
+    Attributes:
+        layout: Of keys and values.
+        sets: Planes of keys and of values over all pages of a set.
+        table: `[batch, pages of a sequence]` int32, of all sets: the pages lie in memory in random order.
+    """
+
+    layout: KVLayout
+    sets: list[tuple[Planes, Planes]]
+    table: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, layout: KVLayout, num_sets: int) -> PagedSets:
+        """With the contents that `random_planes` describes."""
+        page = PageLayout(layout, shape.num_kv_heads, (shape.head_dim, shape.head_dim), DTYPE, PAGE_SIZE)
+        num_pages = -(-shape.capacity // PAGE_SIZE) + page.has_tail
+        num_bytes = shape.batch * num_pages * page.num_bytes
+        memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_sets)]
+        sets = [page.planes(memory, 0, page.num_bytes) for memory in memories]
+        table = torch.randperm(shape.batch * num_pages, device=DEVICE).view(shape.batch, num_pages).int()
+        tail_pages, _ = reference.split_tails(table, page.has_tail)
+        for sides in sets:
+            for planes, kv_format in zip(sides, layout.formats, strict=True):
+                filled(dataclasses.replace(planes, tail=None), kv_format)
+            tail = sides[0].tail  # last, since it shares its pages with planes that nobody reads there
+            if tail is not None and tail_pages is not None:
+                tail[tail_pages.long()] = torch.randn_like(tail[: shape.batch])
+        return cls(layout, sets, table)
+
+    def gathered(self) -> tuple[Planes, Planes]:
+        """A copy of the first set, side by side as the reference takes it."""
+        tail_pages, token_pages = reference.split_tails(self.table, self.layout.has_tail)
+        key, value = (
+            reference.gather_pages(planes, token_pages, tail_pages, kv_format.block_size)
+            for planes, kv_format in zip(self.sets[0], self.layout.formats, strict=True)
+        )
+        return key, value
+
+
 def check(
     out: Tensor,
     query: Tensor,
@@ -243,20 +285,8 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
         SystemExit: The result is not that of the reference.
     """
     formats = PRESETS[preset]
-    layout, num_sets, tokens = KVLayout(*formats), sets_needed(bytes_held(shape, formats)), lengths_held(shape, formats)
-    page = PageLayout(layout, shape.num_kv_heads, (shape.head_dim, shape.head_dim), DTYPE, PAGE_SIZE)
-    num_pages = -(-shape.capacity // PAGE_SIZE) + page.has_tail
-    num_bytes = shape.batch * num_pages * page.num_bytes
-    memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_sets)]
-    sets = [page.planes(memory, 0, page.num_bytes) for memory in memories]
-    table = torch.randperm(shape.batch * num_pages, device=DEVICE).view(shape.batch, num_pages).int()
-    tail_pages, token_pages = reference.split_tails(table, page.has_tail)
-    for sides in sets:
-        for planes, kv_format in zip(sides, formats, strict=True):
-            filled(dataclasses.replace(planes, tail=None), kv_format)
-        tail = sides[0].tail  # last, since it shares its pages with planes that nobody reads there
-        if tail is not None and tail_pages is not None:
-            tail[tail_pages.long()] = torch.randn_like(tail[: shape.batch])
+    num_sets, tokens = sets_needed(bytes_held(shape, formats)), lengths_held(shape, formats)
+    paged = PagedSets.random(shape, KVLayout(*formats), num_sets)
     lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
     num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
     plan = ops.split_plan(lengths, num_slots) if shape.batch > 1 else None
@@ -264,18 +294,14 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
     new = torch.randn(2, shape.batch, shape.num_kv_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE).unbind()
     transforms = [random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE) for _ in range(num_sets)]
-    where: dict[str, Any] = {"softmax_scale": shape.head_dim**-0.5, "page_table": table, "split_plan": plan}
+    where: dict[str, Any] = {"softmax_scale": shape.head_dim**-0.5, "page_table": paged.table, "split_plan": plan}
 
     def run(i: int) -> Tensor:
         options = {**where, "counters": counters[i], "key_transform": transforms[i]}
-        return ops.decode(query, new, *sets[i], lengths, layout, **options)[0]
+        return ops.decode(query, new, *paged.sets[i], lengths, paged.layout, **options)[0]
 
     out = run(0)
-    gathered = [
-        reference.gather_pages(planes, token_pages, tail_pages, kv_format.block_size)
-        for planes, kv_format in zip(sets[0], formats, strict=True)
-    ]
-    error, bound = check(out, query, (gathered[0], gathered[1]), formats, tokens, [0] * shape.batch, transforms[0])
+    error, bound = check(out, query, paged.gathered(), formats, tokens, [0] * shape.batch, transforms[0])
     if not error <= bound:
         raise SystemExit(
             f"bench_decode: {shape.describe()}, {preset}, pages: relative error {error:.2e} exceeds its bound "

@@ -30,10 +30,39 @@ def chunk_table(results: dict[str, Any]) -> str:
     headings += [f"{KERNELS[name]} against bf16" for name in COMPARED]
     lines = []
     for case in results["cases"]:
-        cells = [f"{case['batch']} x {thousands(case['length'])} + {case['num_new']:,}"]
+        cells = [case_name(case)]
         cells += [f"{case['us'][name]:,.0f}" for name in names]
         lines.append([*cells, *(f"{case['speedup'][name]:.2f}x" for name in COMPARED)])
     return table(headings, lines)
+
+
+def case_name(case: dict[str, Any]) -> str:
+    """`1 x 32k + 1,024`."""
+    return f"{case['batch']} x {thousands(case['length'])} + {case['num_new']:,}"
+
+
+def pages_table(results: dict[str, Any]) -> str:
+    """Per case: microseconds of each preset in pages, and how much longer that is than side by side."""
+    names = list(results["cases"][0]["us"])
+    headings = ["batch x context + new tokens"]
+    for name in names:
+        headings += [f"`{name}`, µs", "in pages", "longer"]
+    lines = []
+    for case in results["cases"]:
+        cells = [case_name(case)]
+        for name in names:
+            plain, pages = case["us"][name], case["pages_us"][name]
+            cells += [f"{plain:,.0f}", f"{pages:,.0f}", f"{pages / plain - 1:+.1%}"]
+        lines.append(cells)
+    return table(headings, lines)
+
+
+def pages_caption(results: dict[str, Any]) -> str:
+    """What was measured, on what and when."""
+    return (
+        "Many new tokens at once, which are also appended, by one layer as in the table above. "
+        f"{results['gpu']}, torch {results['torch']}, {results['date'][:10]}, `evals/results/chunks_pages.json`."
+    )
 
 
 def caption(results: dict[str, Any]) -> str:

@@ -696,6 +696,32 @@ def test_chunk_results(
     assert "1 x 200 + 4" in printed and "160.0*" in printed and "40.0*" not in printed
 
 
+def test_chunks_over_pages(
+    chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options: list[dict[str, Any]] = []
+    decode = chunking.ops.decode
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        assert args[1] is not None  # the new tokens, which are appended
+        options.append(kwargs)
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(chunking.ops, "decode", noted)
+    presets = ["int8", "int4-channel"]
+    results = run_chunking(chunking, monkeypatch, tmp_path / "pages.json", "--pages", "--presets", *presets)
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1]) == results and "speedup" not in results["cases"][0]
+    for case in results["cases"]:
+        assert list(case["us"]) == list(case["pages_us"]) == presets  # no peers
+        assert case["pages_us"]["int8"] == case["pages_timings"]["int8"]["median_us"] == 10 * case["num_new"]
+    assert "1 x 200 + 4" in printed and "160.0 (+0.0%)" in printed
+    # A result that is checked and one that is timed, per case, preset and layout.
+    tables = [each.get("page_table") for each in options]
+    assert [table is None for table in tables] == [True, True, False, False] * 6
+    assert tables[2].shape == (1, 1) and tables[-1].shape == (2, 2)  # int4-channel has pages of tails, too
+
+
 def test_chunk_wrong_result_aborts(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     decode = chunking.ops.decode
 
@@ -706,6 +732,13 @@ def test_chunk_wrong_result_aborts(chunking: ModuleType, monkeypatch: pytest.Mon
     monkeypatch.setattr(chunking.ops, "decode", wrong)
     with pytest.raises(SystemExit, match=r"bench_chunks: 1 x 200 \+ 1, int8: relative error"):
         run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--presets", "int8")
+
+    def wrong_in_pages(*args: Any, **kwargs: Any) -> Any:
+        return (decode if kwargs.get("page_table") is None else wrong)(*args, **kwargs)
+
+    monkeypatch.setattr(chunking.ops, "decode", wrong_in_pages)
+    with pytest.raises(SystemExit, match=r"bench_chunks: 1 x 200 \+ 1, int8, pages: relative error"):
+        run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--pages", "--presets", "int8")
 
 
 def test_long_chunks_take_few_calls(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

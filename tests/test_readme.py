@@ -299,6 +299,15 @@ def test_chunk_table(renderer: ModuleType) -> None:
     assert "Some GPU, torch 2.11.0, flashinfer 0.7.2, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
 
 
+def test_chunk_pages_table(renderer: ModuleType) -> None:
+    results = chunk_results()
+    results["cases"][0] |= {"us": {"int8": 1000.0, "int4": 710.0}, "pages_us": {"int8": 1012.0, "int4": 709.0}}
+    lines = renderer.render_chunks.pages_table(results).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert rows[2:] == [["1 x 32k + 1,024", "1,000", "1,012", "+1.2%", "710", "709", "-0.1%"]]
+    assert "Some GPU, torch 2.11.0, 2026-11-24" in renderer.render_chunks.pages_caption(results)
+
+
 def batching_results() -> dict[str, Any]:
     """A results file of bench_batching.py with one workload that both systems end, and one that only ours does."""
 
