@@ -137,14 +137,18 @@ def test_what_has_no_page_is_refused(layout: KVLayout, num_tokens: int, message:
 # --- the requests of a forward ----------------------------------------------------------------------------------------
 
 
+def page_numbers(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
 def test_requests_with_equally_many_new_tokens_attend_together() -> None:
     x = torch.arange(14).view(1, 1, 14, 1)
     requests = [
-        Request(5, 1, [3]),
-        Request(0, 4, [4]),
-        Request(200, 1, [5, 6]),
-        Request(0, 4, [7]),
-        Request(128, 4, [8, 9]),
+        Request(5, 1, page_numbers(3)),
+        Request(0, 4, page_numbers(4)),
+        Request(200, 1, page_numbers(5, 6)),
+        Request(0, 4, page_numbers(7)),
+        Request(128, 4, page_numbers(8, 9)),
     ]
     groups = groups_of(requests, torch.device("cpu"))
     found = [
@@ -179,6 +183,26 @@ def test_a_token_takes_the_bytes_that_it_takes_in_a_cache_of_generate(preset: st
     assert pages.cache_tensor.nbytes == 7 * pages.bytes_per_sector  # two of them are trash
     num_bytes = pages.bytes_per_sector / pages.tokens_per_sector
     assert sum(storage.bytes_per_token for storage in cache.storages) == num_bytes
+
+
+@needs_pages
+def test_pages_of_a_request_are_made_a_tensor_when_they_change() -> None:
+    _, _, _, _, (allocator, _) = ours_and_theirs()
+    allocator.block_table["a"] = [7, 8]
+    first = allocator.pages_of("a")
+    assert first.tolist() == [7, 8] and first.dtype == torch.int32 and allocator.pages_of("a") is first
+    allocator.block_table["a"][1] = 5  # as transformers does when two requests turn out to hold the same tokens
+    assert allocator.pages_of("a").tolist() == [7, 5] and first.tolist() == [7, 8]
+    allocator.block_table["a"].append(9)
+    table = torch.full((4,), -1, dtype=torch.int32)
+    allocator.fill_block_table("a", 0, 0, table)
+    assert table.tolist() == [7, 5, 9, -1]
+    allocator.block_table["a"].clear()
+    assert allocator.pages_of("a").tolist() == []
+    allocator.free_blocks("a")
+    assert allocator._pages == {}
+    with pytest.raises(KeyError):
+        allocator.pages_of("a")
 
 
 @needs_pages
@@ -248,7 +272,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "Processor": {"_add_if_it_fits", "_end_outgrown", "_wait_for_device"},
         "Runner": {"_states", "max_requests"},
         "PagedCache": {"room", "allocator", "planned"},
-        "PageAllocator": {"page_table_of", "_tokens_alone"},
+        "PageAllocator": {"page_table_of", "pages_of", "_tokens_alone"},
         "PageMemory": set(),
     }
     from hf_kvquant.batching.cache import PageMemory

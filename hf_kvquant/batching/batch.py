@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +19,12 @@ class Request:
     Attributes:
         past: Tokens that the cache holds already.
         q_len: New tokens.
-        pages: Numbers of its pages, with room for all of these.
+        pages: `[pages]` int32 on the host: numbers of its pages, with room for all of these.
     """
 
     past: int
     q_len: int
-    pages: Sequence[int]
+    pages: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +65,8 @@ def groups_of(requests: Iterable[Request], device: torch.device) -> list[Group]:
 
 def _group_of(members: list[tuple[int, Request]], device: torch.device) -> Group:
     begins, requests = zip(*members, strict=True)
-    q_len, width = requests[0].q_len, max(len(request.pages) for request in requests)
-    rows = [[*request.pages, *[-1] * (width - len(request.pages))] for request in requests]
+    q_len = requests[0].q_len
+    page_table = pad_sequence([request.pages for request in requests], batch_first=True, padding_value=-1)
     tokens: slice | Tensor = slice(begins[0], begins[-1] + q_len)
     if any(after - before != q_len for before, after in itertools.pairwise(begins)):
         first = torch.tensor(begins, device=device).unsqueeze(1)
@@ -73,7 +74,7 @@ def _group_of(members: list[tuple[int, Request]], device: torch.device) -> Group
     return Group(
         tokens,
         q_len,
-        torch.tensor(rows, dtype=torch.int32, device=device),
+        page_table.to(device),
         torch.tensor([request.past + q_len for request in requests], dtype=torch.int32, device=device),
         requests[0].past > 0,
     )

@@ -155,8 +155,8 @@ class Runner(ModelRunner):
             lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
             groups = [Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True)]
         else:
-            pages = self.cache.allocator.block_table
-            requests = (Request(past_of(each), each.query_length, pages[each.state.request_id]) for each in states)
+            pages_of = self.cache.allocator.pages_of
+            requests = (Request(past_of(each), each.query_length, pages_of(each.state.request_id)) for each in states)
             groups = groups_of(requests, torch.device(self.cache.device))
         self.cache.groups = [self.cache.planned(group) for group in groups]
         with fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext():

@@ -35,12 +35,12 @@ class Place:
     """A row in the pages.
 
     Attributes:
-        pages: Of the row, in order, as in a page table.
+        pages: Of the row, in order, as in a page table: `[pages]` int32.
         later: The tokens that come after its first chunk.
         first: Tokens of the first chunk.
     """
 
-    pages: list[int]
+    pages: Tensor
     later: tuple[int, ...]
     first: int
 
@@ -145,7 +145,8 @@ class Scorer:
             self._moves.update(zip(own_tails, tails, strict=True))
             if own and len(pages) > len(shared):
                 self._moves[own[0]] = pages[-1]
-            places.append(Place([*own_tails, *shared, *own], (row.context + row.fed)[len(first) :], len(first)))
+            all_pages = _numbers([*own_tails, *shared, *own])
+            places.append(Place(all_pages, (row.context + row.fed)[len(first) :], len(first)))
         return places, held
 
     def _first(
@@ -155,7 +156,7 @@ class Scorer:
         ends = list(itertools.accumulate(map(len, firsts)))
         singles = [first for first in firsts if len(first) == 1]
         keep = [end - 1 for first, end in zip(firsts, ends, strict=True) if len(first) == 1] or [0]
-        requests = [Request(0, len(first), held[first]) for first in firsts]
+        requests = [Request(0, len(first), _numbers(held[first])) for first in firsts]
         scored = self._forward(requests, firsts, torch.tensor(keep, device=self._device))
         self._pages.copy(self._moves)
         return {first: scored[index : index + 1] for index, first in enumerate(singles)}
@@ -196,3 +197,7 @@ class Scorer:
 
 def _pages(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
+
+
+def _numbers(pages: list[int]) -> Tensor:
+    return torch.tensor(pages, dtype=torch.int32)
