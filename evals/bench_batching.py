@@ -16,6 +16,12 @@ Method:
 - The peak is what PyTorch had reserved, CUDA graphs included. It shows whether a total was kept.
 - Tokens held and requests that run are counted at each step. A step is mixed if it has prompts. The time to the first
   token counts from the moment that a request was added, so it contains the queue.
+- With asynchronous batching, the host prepares a step while the GPU computes the one before it. The time that it does
+  not wait for the GPU is counted over steps that are not mixed. H1 and H64 differ in the tokens held alone, and so show
+  how this time depends on them:
+
+    PYTHONPATH=evals/stand_in python evals/bench_batching.py --workloads H1 H64 --systems int4 \
+        --output evals/results/batching_host.json
 
 `transformers` is the unpatched model with sdpa, which everybody has. `flash` is the unpatched model with the package
 flash-attn, or with the stand-in for it that the command above puts in its place: there transformers captures and
@@ -104,24 +110,38 @@ WORKLOADS = {
     "W2": Workload(1024, 1024, (4096, 4096)),
     "W3": Workload(64, 16384, (512, 512)),
     "W4": Workload(256, 16384, (512, 512), is_shared=True),
+    "H1": Workload(64, 1024, (512, 512), is_shared=True),
+    "H64": Workload(64, 65536, (512, 512), is_shared=True),
 }
+HOST_WORKLOADS = "H1", "H64"  # only if they are named
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """Notes what each step of a scheduler contains."""
+    """Notes what each step of a manager contains, and how long the host works on it.
 
-    def __init__(self, scheduler: Any) -> None:
+    Attributes:
+        held: Tokens, by step.
+        running: Requests, by step.
+        is_mixed: Whether a step has prompts.
+        host_s: Seconds that the host spent on a step without prompts. Empty unless batching is asynchronous.
+    """
+
+    def __init__(self, processor: Any) -> None:
         self.held: list[int] = []
         self.running: list[int] = []
         self.is_mixed: list[bool] = []
-        self._scheduler = scheduler
-        self._schedule = scheduler.schedule_batch
-        scheduler.schedule_batch = self
+        self.host_s: list[float] = []
+        self._scheduler, self._io = processor.scheduler, processor.inputs_and_outputs
+        self._schedule, self._update = self._scheduler.schedule_batch, self._io.prepare_batch_update
+        self._since: float | None = None
+        self._scheduler.schedule_batch = self._noted
+        if processor.use_async_batching:
+            self._io.prepare_batch_update = self._waited
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def _noted(self, *arguments: Any, **options: Any) -> Any:
         scheduled = self._schedule(*arguments, **options)
         if scheduled[0]:
             self.held.append(sum(state.current_len() for state in self._scheduler.active_requests.values()))
@@ -129,9 +149,17 @@ class Watch:
             self.is_mixed.append(any(each.query_length > 1 for each in scheduled[0]))
         return scheduled
 
+    def _waited(self) -> Any:
+        if self._since is not None and not self.is_mixed[-1]:
+            self.host_s.append(time.perf_counter() - self._since)
+        updated = self._update()
+        self._since = time.perf_counter()
+        return updated
+
     def clear(self) -> None:
         """Forget the steps so far."""
-        for notes in (self.held, self.running, self.is_mixed):
+        self._since = None
+        for notes in (self.held, self.running, self.is_mixed, self.host_s):
             notes.clear()
 
 
@@ -248,7 +276,7 @@ def measure(
     prompts, new_tokens = workload.prompts(model.config.vocab_size), workload.new_tokens()
     created = time.perf_counter()
     with prepared(model, system), running(model, workload, num_blocks) as manager:
-        watch = Watch(manager.batch_processor.scheduler)
+        watch = Watch(manager.batch_processor)
         warm_up = [prompt[::-1] for prompt in prompts[:WARM_UP_REQUESTS]]  # shares no prefix
         serve(manager, warm_up, [WARM_UP_TOKENS] * len(warm_up), limit_s)
         watch.clear()
@@ -278,6 +306,7 @@ def measure(
         "mixed_share": statistics.mean(watch.is_mixed),
         "first_token_s": percentiles(first),
         "next_token_s": percentiles(later),
+        "host_s": percentiles(watch.host_s) if watch.host_s else None,
     }
 
 
@@ -303,10 +332,11 @@ def workload_table(found: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("", justify="left")
     columns = ("tokens/s", "requests/s", "held", "of room", "running", "mixed", "first s", "p99", "next ms", "p99")
-    for column in (*columns, "peak GB"):
+    for column in (*columns, "host ms", "peak GB"):
         table.add_column(column, justify="right")
     for row in found["rows"]:
         first, later, peak = row["first_token_s"], row["next_token_s"], row.get("peak_bytes")
+        host = row.get("host_s")
         table.add_row(
             " + ".join(arm_of(row)),
             f"{row['output_tokens_per_s']:.0f}",
@@ -317,6 +347,7 @@ def workload_table(found: dict[str, Any]) -> Table:
             f"{row['mixed_share']:.0%}",
             *(f"{first[key]:.2f}" for key in ("median", "p99")),
             *(f"{later[key] * 1e3:.1f}" for key in ("median", "p99")),
+            "" if host is None else f"{host['median'] * 1e3:.2f}",
             "" if peak is None else f"{peak / 1e9:.1f}",
         )
     return table
@@ -326,7 +357,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-8b", help=f"random weights: {', '.join(MODELS)}; or a checkpoint")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    default = [name for name in WORKLOADS if name not in HOST_WORKLOADS]
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=default)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
     told = "bytes of cache, in GB, one or several (default: all memory that is left)"
     parser.add_argument("--cache-gb", type=float, nargs="+", metavar="GB", help=told)

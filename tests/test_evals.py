@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -817,6 +817,7 @@ def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         for row in rows.values():
             assert 0 < row["most_held_tokens"] <= row["room_tokens"] and 0 < row["mixed_share"] <= 1
             assert 1 <= row["mean_running"] <= requests
+            assert row["host_s"] is None  # on a CPU, batching is not asynchronous
     # A second run adds the systems that are missing.
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-6], "int4", "int8", "--share", "0.5", "--resume", *sys.argv[-2:]])
     bench.main()
@@ -832,6 +833,40 @@ def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     prompts = workloads["W4"].prompts(96)
     assert prompts[0][:584] == prompts[1][:584] and prompts[0] != prompts[1]
     assert workloads["W1"].new_tokens() == workloads["W1"].new_tokens()
+
+
+def test_the_time_of_the_host_is_that_between_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    bench = importlib.import_module("bench_batching")
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+
+    def step(query_length: int, prepare_s: float) -> None:
+        now[0] += prepare_s
+        processor.scheduler.schedule_batch(query_length)
+        assert processor.inputs_and_outputs.prepare_batch_update() == "updated"
+
+    def wait() -> str:
+        now[0] += 100
+        return "updated"
+
+    state = SimpleNamespace(current_len=lambda: 7)
+    processor: Any = SimpleNamespace(
+        use_async_batching=True,
+        scheduler=SimpleNamespace(
+            active_requests={"a": state}, schedule_batch=lambda length: ([SimpleNamespace(query_length=length)],)
+        ),
+        inputs_and_outputs=SimpleNamespace(prepare_batch_update=wait),
+    )
+    watch = bench.Watch(processor)
+    for query_length, prepare_s in ((5, 1.0), (1, 2.0), (5, 3.0), (1, 4.0)):
+        step(query_length, prepare_s)
+    assert watch.host_s == [2.0, 4.0] and watch.is_mixed == [True, False, True, False] and watch.held == [7] * 4
+    watch.clear()
+    step(1, 5.0)  # nobody knows when the host began with it
+    step(1, 6.0)
+    assert watch.host_s == [6.0] and watch.running == [1, 1]
 
 
 def test_batching_with_memory_in_all(
