@@ -13,7 +13,7 @@ that are in the cache already; to append them takes microseconds. The peers atte
   installed. It compiles them at first use, which takes minutes. Its planning is not timed.
 
 With `--pages` there are no peers. Each preset is measured twice, over sequences that lie side by side and over pages in
-random order, as in continuous batching. Both calls also append the new tokens.
+random order, as in continuous batching.
 
 Each result is checked against the reference on a few rows. Calls are timed as in `bench_decode.py`: replays of a CUDA
 graph over buffers that are cold in L2, so the host's time does not count. A call that cannot be captured is timed back
@@ -110,53 +110,6 @@ def flashinfer_peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
     return {backend: form(backend) for backend in (("fa2", "fa3") if is_hopper else ("fa2",))}
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """The newest tokens of a batch of sequences, which attend to all tokens up to themselves.
-
-    Attributes:
-        shape: Of the step; its context includes the new tokens.
-        query: `[batch, num_q_heads, new tokens, head_dim]`.
-        new: Keys and values, `[batch, num_kv_heads, new tokens, head_dim]` each, if the op appends them; else `None`.
-        options: Of the op.
-    """
-
-    shape: Shape
-    query: Tensor
-    new: tuple[Tensor, Tensor] | None
-    options: dict[str, Any]
-
-    @classmethod
-    def random(cls, shape: Shape, num_new: int, *, is_appended: bool) -> Chunk:
-        """With values of order one."""
-        rows = num_new, shape.head_dim
-        query = torch.randn(shape.batch, shape.num_q_heads, *rows, dtype=DTYPE, device=DEVICE)
-        key, value = torch.randn(2, shape.batch, shape.num_kv_heads, *rows, dtype=DTYPE, device=DEVICE)
-        counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
-        options = {"softmax_scale": shape.head_dim**-0.5, "counters": counters}
-        return cls(shape, query, (key, value) if is_appended else None, options)
-
-    def time(self, preset: str, layout: KVLayout, sets: list[tuple[Planes, Planes]], paged: PagedSets | None) -> Timing:
-        """The time of the op over buffer sets, which are those of `paged` if it is not `None`.
-
-        Raises:
-            SystemExit: The result is not that of the reference.
-        """
-        batch, length, num_new = self.shape.batch, self.shape.context, self.query.shape[2]
-        lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-        options = self.options if paged is None else {**self.options, "page_table": paged.table}
-
-        def run(i: int) -> Tensor:
-            return ops.decode(self.query, self.new, *sets[i], lengths, layout, **options)[0]
-
-        out = run(0)
-        error = check(out, self.query, sets[0] if paged is None else paged.gathered(), layout, length)
-        if not error <= 2e-2:
-            where = f"{batch} x {length} + {num_new}, {preset}" + ("" if paged is None else ", pages")
-            raise SystemExit(f"bench_chunks: {where}: relative error {error:.2e}.")
-        return timed(run, len(sets), num_new)
-
-
 def check(out: Tensor, query: Tensor, planes: tuple[Planes, Planes], layout: KVLayout, length: int) -> float:
     """The largest error of the newest rows of the last sequence, relative to their largest value."""
     rows = min(CHECKED_ROWS, query.shape[2])
@@ -172,60 +125,62 @@ def check(out: Tensor, query: Tensor, planes: tuple[Planes, Planes], layout: KVL
     return float(error.item())
 
 
-def measure(shape: Shape, num_new: int, presets: list[str]) -> dict[str, Any]:
-    """All times of one case, peers and ours, in microseconds.
+def time_ours(shape: Shape, query: Tensor, preset: str, *, is_paged: bool) -> Timing:
+    """The time of the op for a query `[batch, num_q_heads, tokens, head_dim]`, in pages or side by side.
 
     Raises:
-        SystemExit: A result is not that of the reference.
+        SystemExit: The result is not that of the reference.
     """
-    chunk = Chunk.random(shape, num_new, is_appended=False)
-    num_sets, rows = sets_needed(bytes_held(shape, PRESETS["none"])), (shape.context, shape.head_dim)
-    keys, values = torch.randn(2, num_sets, shape.batch, NUM_KV_HEADS, *rows, dtype=DTYPE, device=DEVICE)
-    timings = {name: timed(run, num_sets, num_new) for name, run in peers(chunk.query, keys, values).items()}
-    del keys, values
-    for preset in presets:
-        layout = KVLayout(*PRESETS[preset])
-        timings[preset] = chunk.time(preset, layout, side_by_side(shape, layout), None)
-    return {**described(shape, num_new), **in_us("us", "timings", timings)}
-
-
-def measure_pages(shape: Shape, num_new: int, presets: list[str]) -> dict[str, Any]:
-    """The times of one case with sequences side by side and in pages, in microseconds.
-
-    Raises:
-        SystemExit: A result is not that of the reference.
-    """
-    chunk = Chunk.random(shape, num_new, is_appended=True)
-    timings, in_pages = {}, {}
-    for preset in presets:
-        layout = KVLayout(*PRESETS[preset])
-        sets = side_by_side(shape, layout)
-        paged = PagedSets.random(shape, layout, len(sets))
-        timings[preset] = chunk.time(preset, layout, sets, None)
-        in_pages[preset] = chunk.time(preset, layout, paged.sets, paged)
-    return {
-        **described(shape, num_new),
-        **in_us("us", "timings", timings),
-        **in_us("pages_us", "pages_timings", in_pages),
-    }
-
-
-def side_by_side(shape: Shape, layout: KVLayout) -> list[tuple[Planes, Planes]]:
-    """Buffer sets that are cold in L2, with the contents that `random_planes` describes."""
+    layout, num_new = KVLayout(*PRESETS[preset]), query.shape[2]
     num_sets = sets_needed(bytes_held(shape, layout.formats))
-    return [(random_planes(shape, layout.key), random_planes(shape, layout.value)) for _ in range(num_sets)]
+    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=DEVICE)
+    counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+    options: dict[str, Any] = {"softmax_scale": shape.head_dim**-0.5, "counters": counters}
+    if is_paged:
+        paged = PagedSets.random(shape, layout, num_sets)
+        sets, checked, options["page_table"] = paged.sets, paged.gathered(), paged.table
+    else:
+        sets = [(random_planes(shape, layout.key), random_planes(shape, layout.value)) for _ in range(num_sets)]
+        checked = sets[0]
+
+    def run(i: int) -> Tensor:
+        return ops.decode(query, None, *sets[i], lengths, layout, **options)[0]
+
+    error = check(run(0), query, checked, layout, shape.context)
+    if not error <= 2e-2:
+        where = f"{shape.batch} x {shape.context} + {num_new}, {preset}{', pages' if is_paged else ''}"
+        raise SystemExit(f"bench_chunks: {where}: relative error {error:.2e}.")
+    return timed(run, num_sets, num_new)
 
 
-def described(shape: Shape, num_new: int) -> dict[str, int]:
-    """A case, as a results file names it."""
-    return {"batch": shape.batch, "length": shape.context, "num_new": num_new}
+def measure(shape: Shape, num_new: int, presets: list[str], *, is_paged: bool) -> dict[str, Any]:
+    """All times of one case, in microseconds: of peers and ours, or of ours side by side and in pages.
+
+    Raises:
+        SystemExit: A result is not that of the reference.
+    """
+    query = torch.randn(shape.batch, shape.num_q_heads, num_new, shape.head_dim, dtype=DTYPE, device=DEVICE)
+    timings, in_pages = {} if is_paged else time_peers(shape, query), {}
+    for preset in presets:
+        timings[preset] = time_ours(shape, query, preset, is_paged=False)
+        if is_paged:
+            in_pages[preset] = time_ours(shape, query, preset, is_paged=True)
+    described = {"batch": shape.batch, "length": shape.context, "num_new": num_new}
+    return described | in_us("", timings) | (in_us("pages_", in_pages) if is_paged else {})
 
 
-def in_us(name: str, all_name: str, timings: dict[str, Timing]) -> dict[str, Any]:
-    """Medians under one name, and all that was measured under another."""
+def time_peers(shape: Shape, query: Tensor) -> dict[str, Timing]:
+    """The times of `peers`."""
+    num_sets, rows = sets_needed(bytes_held(shape, PRESETS["none"])), (shape.context, shape.head_dim)
+    keys, values = torch.randn(2, num_sets, shape.batch, shape.num_kv_heads, *rows, dtype=DTYPE, device=DEVICE)
+    return {name: timed(run, num_sets, query.shape[2]) for name, run in peers(query, keys, values).items()}
+
+
+def in_us(prefix: str, timings: dict[str, Timing]) -> dict[str, Any]:
+    """Medians by name, and all that was measured."""
     return {
-        name: {each: timing.median_us for each, timing in timings.items()},
-        all_name: {each: dataclasses.asdict(timing) for each, timing in timings.items()},
+        f"{prefix}us": {name: timing.median_us for name, timing in timings.items()},
+        f"{prefix}timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
     }
 
 
@@ -288,7 +243,7 @@ def main() -> None:
     results |= {"head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
     for batch, length, num_new in CASES:
         shape = Shape(batch, NUM_Q_HEADS, NUM_KV_HEADS, arguments.head_dim, length)
-        results["cases"].append((measure_pages if arguments.pages else measure)(shape, num_new, arguments.presets))
+        results["cases"].append(measure(shape, num_new, arguments.presets, is_paged=arguments.pages))
         torch.cuda.empty_cache()
     if not arguments.pages:
         add_ratios(results["cases"])

@@ -60,8 +60,9 @@ def pages_table(results: dict[str, Any]) -> str:
 def pages_caption(results: dict[str, Any]) -> str:
     """What was measured, on what and when."""
     return (
-        "Many new tokens at once, which are also appended, by one layer as in the table above. "
-        f"{results['gpu']}, torch {results['torch']}, {results['date'][:10]}, `evals/results/chunks_pages.json`."
+        "Attention of one layer with 32 query and 8 key-value heads of "
+        f"{results['head_dim']}, for many new tokens at once. {results['gpu']}, torch {results['torch']}, "
+        f"{results['date'][:10]}, `evals/results/chunks_pages.json`."
     )
 
 
