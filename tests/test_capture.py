@@ -781,6 +781,11 @@ def test_a_step_that_waits_for_the_device(model: Any) -> None:
     if model.device.type == "cuda":
         assert [int(storage.lengths.max()) for storage in cache.storages] == [10, 10]
         torch.rand(1, device="cuda")  # still draws numbers
+        held = torch.cuda.memory_reserved()
+        torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= held  # still frees memory
+        torch.cuda.MemPool()  # would abort the process if a capture seemed to go on
 
 
 def generated_again(model: Any, config: dict[str, Any]) -> Tensor:

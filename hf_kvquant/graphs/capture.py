@@ -213,21 +213,33 @@ class CudaGraph(StepRunner):
         return result
 
     def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
-            # Other threads may go on using the GPU: only what this one does is captured.
-            with (
-                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
-                self._prefetch.recorded(),
-            ):
+            with self._captured(graph, pool), self._prefetch.recorded():
                 result = step()
         except BaseException:
-            # A failed capture leaves the random number generator in capture mode, where it raises; one that succeeds
-            # resets it.
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
-                torch.zeros(1, device=self._device)
+            self._clean_up(graph, pool)
             raise
         return graph.replay, result
+
+    def _captured(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Any:
+        # Other threads may go on using the GPU: only what this one does is captured.
+        return torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
+
+    def _clean_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Undo what a failed capture leaves behind if the step waited for the device (torch 2.11).
+
+        - The allocator takes the capture for unfinished. `torch.cuda.empty_cache` would no longer free anything, and
+          the process would abort when it drops a `torch.cuda.MemPool`, as continuous batching has one.
+        - The random number generator is in capture mode, where it raises. A capture that succeeds resets it.
+        """
+        graph.reset()
+        index = self._stream.device.index
+        with contextlib.suppress(RuntimeError):  # the capture has ended: something else failed
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        with self._captured(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=self._device)
 
 
 # The runners of captured steps, by device type. Other devices have no graphs.
