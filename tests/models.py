@@ -222,6 +222,14 @@ FAMILIES: dict[str, Family] = {
     "mpt": Family("mpt", {"d_model": 4 * HEAD_DIM, "n_heads": 4, "n_layers": 2, "use_cache": True}),
 }
 
+# Those that continuous batching serves.
+BATCHED = [
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "phi", "phi3",
+    "gpt_neox", "gpt2", "gpt_bigcode", "opt", "cohere", "cohere2", "glm", "glm4", "olmo", "olmo2", "olmo3", "olmoe",
+    "granite", "granitemoe", "gpt_oss", "smollm3", "starcoder2", "persimmon", "exaone4", "helium", "ernie4_5",
+    "seed_oss", "arcee", "apertus", "hunyuan_v1_dense", "phimoe", "minimax_m2", "dots1",
+]  # fmt: skip
+
 
 # One family for each way to a cache: plain, with key biases, windows and softcaps, sinks, layers that share keys, a
 # state beside keys, an attention of its own, and none that a kernel serves. The quick tier runs every preset over them.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 from typing import Any
 
 import models
@@ -16,6 +18,7 @@ from hf_kvquant.batching import support
 from hf_kvquant.batching.support import HAS_PAGES, WHERE
 from hf_kvquant.state import patch_of
 
+ROOT = Path(__file__).resolve().parents[1]
 needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
 
@@ -56,6 +59,18 @@ def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPa
 )
 def test_models_that_pages_do_not_serve_are_refused(name: str, message: str) -> None:
     check_refused(models.family(name), "int8", message)
+
+
+@needs_pages
+def test_families_that_are_served() -> None:
+    """Those that the tests on a GPU run. The docs say how many there are."""
+    served = []
+    for name in models.FAMILIES:
+        with patched(model := models.family(name), "int8"), contextlib.suppress(NotImplementedError):
+            model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig()).destroy()
+            served.append(name)
+    assert served == models.BATCHED
+    assert f"\n{len(served)} of the model families" in (ROOT / "docs" / "batching.md").read_text(encoding="utf-8")
 
 
 @needs_pages

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +22,20 @@ from transformers.generation.continuous_batching.initialization import resolve_u
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState
-from transformers.generation.continuous_batching.utils import WorkloadHints, pad_to_interval
+from transformers.generation.continuous_batching.utils import (
+    WorkloadHints,
+    memory_pool_context,
+    pad_to_interval,
+    stream_context,
+)
 
+from ..graphs.capture import capturing, clean_up, no_collection
 from ..graphs.fusion import fused
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of
 from .cache import PagedCache
+
+logger = logging.getLogger(__name__)
 
 # Of a model whose config does not say how many it has.
 DEFAULT_POSITIONS = 2**17
@@ -58,16 +67,16 @@ def max_blocks_of(
 ) -> int:
     """Pages of the longest request that a captured step has room for; 0 if no steps are captured.
 
-    What the user sets, or else what the longest announced request needs, or else what the model has positions for.
+    What the user sets, or else what the longest announced request needs, or else what the model has positions for. Two
+    at least, since transformers warms up with requests of a page and a token.
     """
     if not any(batching.cuda_graph_booleans):
         return 0
     hinted = copy.copy(batching)
     resolve_using_hints(hinted, workload_hints)
-    if hinted.max_blocks_per_request is not None:
-        return hinted.max_blocks_per_request
-    positions = context_of(model) or DEFAULT_POSITIONS
-    return -(-positions // batching.page_size)
+    pages_of_model = -(-(context_of(model) or DEFAULT_POSITIONS) // batching.page_size)
+    wanted = pages_of_model if hinted.max_blocks_per_request is None else hinted.max_blocks_per_request
+    return max(wanted, min(2, pages_of_model)) if wanted else 0
 
 
 def past_of(request: FutureRequestState) -> int:
@@ -130,6 +139,29 @@ class Runner(ModelRunner):
         """The forward, and whether it is captured. A prompt of one token is not: its token has nothing to attend to."""
         forward, is_captured = super()._get_forward_fn(use_block_table)
         return forward, is_captured and all(past_of(state) > 0 for state in self._states())
+
+    def _capture_graph(self, forward_fn: Callable[..., None], compute_stream: Any, *args: Any) -> None:
+        """See `ModelRunner`. If a step cannot be captured, it and all later ones run as they are.
+
+        Some models wait for the device, such as mixtures of experts where PyTorch has no kernel for all experts. The
+        step has run once before it is captured, so its result is there.
+        """
+        with stream_context(compute_stream), memory_pool_context(self.mem_pool):
+            forward_fn(*args)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with no_collection(), capturing(graph, self.graph_pool_id, compute_stream):
+                forward_fn(*args)
+        except BaseException as error:
+            clean_up(graph, self.graph_pool_id, compute_stream)
+            if not isinstance(error, Exception):
+                raise
+            self.use_cuda_graph_decode = False
+            self.cb_config.use_cuda_graph = False, False
+            name, reason = type(args[0]).__name__, error.__context__ or error
+            logger.warning("continuous batching captures no step of %s. Correct, slower. Reason: %s", name, reason)
+        else:
+            self.inputs_and_outputs.set_graph(graph)
 
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
         """See `ModelRunner`. Its stream waits for the inputs that the host has written on another one.

@@ -164,7 +164,7 @@ class StepRunner(abc.ABC):
     def _recorded(self, step: Callable[[], Any], cache: KVQuantCache) -> tuple[Callable[[], None], Any]:
         length = cache.storages[0].length
         try:
-            with _no_collection():
+            with no_collection():
                 recorded = self._record(step)
             self._num_tokens = cache.storages[0].length - length
             return recorded
@@ -187,7 +187,7 @@ class StepRunner(abc.ABC):
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep Python from collecting reference cycles. One may hold a CUDA graph, and freeing it would end a recording."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -215,31 +215,37 @@ class CudaGraph(StepRunner):
     def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
-            with self._captured(graph, pool), self._prefetch.recorded():
+            with capturing(graph, pool, self._stream), self._prefetch.recorded():
                 result = step()
         except BaseException:
-            self._clean_up(graph, pool)
+            clean_up(graph, pool, self._stream)
             raise
         return graph.replay, result
 
-    def _captured(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Any:
-        # Other threads may go on using the GPU: only what this one does is captured.
-        return torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
 
-    def _clean_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """Undo what a failed capture leaves behind if the step waited for the device (torch 2.11).
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
+    """Capture what this thread does. Other threads may go on using the GPU. `pool` is as in `torch.cuda.graph`."""
+    return torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
 
-        - The allocator takes the capture for unfinished. `torch.cuda.empty_cache` would no longer free anything, and
-          the process would abort when it drops a `torch.cuda.MemPool`, as continuous batching has one.
-        - The random number generator is in capture mode, where it raises. A capture that succeeds resets it.
-        """
-        graph.reset()
-        index = self._stream.device.index
-        with contextlib.suppress(RuntimeError):  # the capture has ended: something else failed
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
-        with self._captured(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device=self._device)
+
+def clean_up(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> None:
+    """Undo what a failed capture leaves behind if it has waited for the device (torch 2.11).
+
+    - The allocator takes the capture for unfinished. `torch.cuda.empty_cache` would no longer free anything, and the
+      process would abort when it drops a `torch.cuda.MemPool`, as continuous batching has one.
+    - The random number generator is in capture mode, where it raises. A capture that succeeds resets it.
+
+    Args:
+        graph: That was not captured.
+        pool: The handle of its memory pool.
+        stream: That should have been captured.
+    """
+    graph.reset()
+    with contextlib.suppress(RuntimeError):  # the capture has ended, since it failed in another way
+        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+        torch._C._cuda_releasePool(stream.device.index, pool)
+    with capturing(torch.cuda.CUDAGraph(), None, stream):
+        torch.zeros(1, device=stream.device)
 
 
 # The runners of captured steps, by device type. Other devices have no graphs.
