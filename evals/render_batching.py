@@ -79,6 +79,23 @@ def systems_table(results: dict[str, Any]) -> str:
     return table(["tokens/s", *(f"{_memory(found)}, {found['requests']} requests" for found in measured)], lines)
 
 
+def host_sentence(results: dict[str, Any]) -> str:
+    """How long the host works on a step of ours, and the step takes, with few and with many tokens held."""
+    rows = [(found, row) for found in results["workloads"] for row in found["rows"] if row["system"] == OURS]
+    (few, short), (many, long) = sorted(rows, key=lambda each: each[0]["prompt"])
+
+    def ms(row: dict[str, Any], name: str) -> str:
+        return f"{row[name]['median'] * 1e3:.1f} ms"
+
+    return (
+        "The host prepares a decode step while the one before it runs. "
+        f"With {few['requests']} requests of {few['prompt']:,} tokens each, that takes {ms(short, 'host_s')} of "
+        f"{ms(short, 'next_token_s')}; of {many['prompt']:,} tokens each, {ms(long, 'host_s')} of "
+        f"{ms(long, 'next_token_s')} (`{OURS}`, {results['gpu']}, transformers {results['transformers']}, "
+        f"{results['date'][:10]}, `evals/results/batching_host.json`)."
+    )
+
+
 def caption(results: dict[str, Any]) -> str:
     """What was measured, on what and when."""
     return (

@@ -21,6 +21,8 @@ KERNELS = {
     "int4": "`int4`",
 }
 COMPARED = ("int8", "int4")
+# From so many new tokens on, the kernel for chunks attends in each case.
+MANY = 32
 
 
 def chunk_table(results: dict[str, Any]) -> str:
@@ -41,28 +43,26 @@ def case_name(case: dict[str, Any]) -> str:
     return f"{case['batch']} x {thousands(case['length'])} + {case['num_new']:,}"
 
 
-def pages_table(results: dict[str, Any]) -> str:
-    """Per case: microseconds of each preset in pages, and how much longer that is than side by side."""
-    names = list(results["cases"][0]["us"])
-    headings = ["batch x context + new tokens"]
-    for name in names:
-        headings += [f"`{name}`, µs", "in pages", "longer"]
-    lines = []
-    for case in results["cases"]:
-        cells = [case_name(case)]
-        for name in names:
-            plain, pages = case["us"][name], case["pages_us"][name]
-            cells += [f"{plain:,.0f}", f"{pages:,.0f}", f"{pages / plain - 1:+.1%}"]
-        lines.append(cells)
-    return table(headings, lines)
+def pages_sentence(results: dict[str, Any]) -> str:
+    """How the time of attention of several new tokens changes in pages, for many and for few, and without codes."""
+    longer = [
+        (case["num_new"], name, us / case["us"][name] - 1)
+        for case in results["cases"]
+        for name, us in case["pages_us"].items()
+        if case["num_new"] > 1
+    ]
 
+    def span(found: list[float]) -> str:
+        return f"{min(found):+.0%} to {max(found):+.0%}"
 
-def pages_caption(results: dict[str, Any]) -> str:
-    """What was measured, on what and when."""
+    many = [each for num_new, name, each in longer if num_new >= MANY and name != "none"]
+    few = [each for num_new, name, each in longer if num_new < MANY and name != "none"]
+    plain = [each for _, name, each in longer if name == "none"]
     return (
-        "Attention of one layer with 32 query and 8 key-value heads of "
-        f"{results['head_dim']}, for many new tokens at once. {results['gpu']}, torch {results['torch']}, "
-        f"{results['date'][:10]}, `evals/results/chunks_pages.json`."
+        "A chunk of a prompt attends over pages about as fast as over sequences side by side. The time of a layer "
+        f"changes by {span(many)} from {MANY} new tokens on, and by {span(few)} with fewer. With `none` it changes by "
+        f"{span(plain)}. "
+        f"{results['gpu']}, torch {results['torch']}, {results['date'][:10]}, `evals/results/chunks_pages.json`."
     )
 
 

@@ -61,6 +61,8 @@ OPTIONAL_FILES += (
     "dequantize",
     "weights",
     "batching_weights",
+    "batching_host",
+    "chunks_pages",
     "itl",
 )
 # Of a model whose weights are too large for the repository. Its parts say so until there are results.
@@ -143,6 +145,10 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         tables = render_batching.throughput_table(batching), render_batching.systems_table(batching)
         paragraphs["batching"] = [BATCHING_IMAGE, *tables, render_batching.caption(batching)]
         paragraphs["summary"][1] += f" {render_batching.gain_sentence(batching)}"
+    if "batching_host" in results:
+        paragraphs["batching-host"] = [render_batching.host_sentence(results["batching_host"])]
+    if "chunks_pages" in results:
+        paragraphs["chunks-pages"] = [render_chunks.pages_sentence(results["chunks_pages"])]
     for part, name in (("ablation", "ablation"), ("ablation-larger", "ablation_larger")):
         if name in results:
             ablation = results[name], results[f"{name}_outliers"]

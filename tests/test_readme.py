@@ -299,13 +299,33 @@ def test_chunk_table(renderer: ModuleType) -> None:
     assert "Some GPU, torch 2.11.0, flashinfer 0.7.2, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
 
 
-def test_chunk_pages_table(renderer: ModuleType) -> None:
+def test_chunk_pages_sentence(renderer: ModuleType) -> None:
     results = chunk_results()
-    results["cases"][0] |= {"us": {"int8": 1000.0, "int4": 710.0}, "pages_us": {"int8": 1012.0, "int4": 709.0}}
-    lines = renderer.render_chunks.pages_table(results).splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert rows[2:] == [["1 x 32k + 1,024", "1,000", "1,012", "+1.2%", "710", "709", "-0.1%"]]
-    assert "Some GPU, torch 2.11.0, 2026-11-24" in renderer.render_chunks.pages_caption(results)
+    us = {"none": 100.0, "int8": 100.0, "int4": 100.0}
+    cases = {1: (900.0, 900.0, 900.0), 4: (110.0, 80.0, 117.0), 32: (108.0, 99.0, 101.0), 1024: (109.0, 100.0, 105.0)}
+    results["cases"] = [
+        {"num_new": num_new, "us": us, "pages_us": dict(zip(us, pages, strict=True))}
+        for num_new, pages in cases.items()
+    ]
+    sentence = renderer.render_chunks.pages_sentence(results)
+    assert "changes by -1% to +5% from 32 new tokens on, and by -20% to +17% with fewer." in sentence
+    assert "With `none` it changes by +8% to +10%." in sentence
+    assert "Some GPU, torch 2.11.0, 2026-11-24" in sentence
+
+
+def test_host_sentence(renderer: ModuleType) -> None:
+    def found(prompt: int, host_s: float, step_s: float) -> dict[str, Any]:
+        times = {"host_s": {"median": host_s}, "next_token_s": {"median": step_s}}
+        rows = [{"system": "flash", **times}, {"system": "int4", **times}]
+        return {"requests": 64, "prompt": prompt, "rows": rows}
+
+    results = {**batching_results(), "workloads": [found(65536, 0.0026, 0.0293), found(1024, 0.0021, 0.0066)]}
+    sentence = renderer.render_batching.host_sentence(results)
+    assert (
+        "With 64 requests of 1,024 tokens each, that takes 2.1 ms of 6.6 ms; of 65,536 tokens each, 2.6 ms of"
+        in sentence
+    )
+    assert "of 29.3 ms (`int4`, " in sentence and results["gpu"] in sentence
 
 
 def batching_results() -> dict[str, Any]:
