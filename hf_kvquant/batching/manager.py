@@ -44,8 +44,8 @@ class Processor(ContinuousBatchProcessor):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Not a new runner beside theirs: it would free the memory pool that theirs has just made, and that aborted the
-        # process now and then (torch 2.11). A Runner has no attributes of its own.
+        # Not a new runner beside theirs: it would free the memory pool that theirs has just made, and that aborts a
+        # process in which a capture has failed before (torch 2.11). A Runner has no attributes of its own.
         self.model_runner.__class__ = Runner
         scheduler: Any = self.scheduler
         self._add_waiting = scheduler.add_waiting_request

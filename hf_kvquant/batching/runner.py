@@ -68,7 +68,7 @@ def max_blocks_of(
     """Pages of the longest request that a captured step has room for; 0 if no steps are captured.
 
     What the user sets, or else what the longest announced request needs, or else what the model has positions for. Two
-    at least, since transformers warms up with requests of a page and a token.
+    at least if it has as many, since transformers warms up with requests of a page and a token.
     """
     if not any(batching.cuda_graph_booleans):
         return 0
