@@ -14,6 +14,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import compare
@@ -780,12 +781,50 @@ def test_a_step_that_waits_for_the_device(model: Any) -> None:
     assert [(storage.length, storage.writer.pending) for storage in cache.storages] == [(10, None)] * 2
     if model.device.type == "cuda":
         assert [int(storage.lengths.max()) for storage in cache.storages] == [10, 10]
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
         torch.rand(1, device="cuda")  # still draws numbers
         held = torch.cuda.memory_reserved()
         torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() <= held  # still frees memory
         torch.cuda.MemPool()  # would abort the process if a capture seemed to go on
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_capture_that_fails_is_undone(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torch's captures: one whose step has waited fails at its end, with all of it left open."""
+    streams, open_pools, captured = ["outside"], [], []
+    stream = SimpleNamespace(device=torch.device("cpu", 0), name="of the capture")
+
+    @contextmanager
+    def graph(graph: Any, pool: Any = None, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        streams.append(stream.name), open_pools.append(pool)
+        try:
+            yield
+        finally:
+            if waits and pool is not None:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            streams.pop(), open_pools.remove(pool), captured.append(graph)
+
+    def end(device: int, pool: Any) -> None:
+        if (device, pool) != (0, (0, 7)) or pool not in open_pools:
+            raise RuntimeError("not currently recording to mempool_id")
+        open_pools.remove(pool)
+
+    released: list[Any] = []
+    fakes = {"graph": graph, "current_stream": lambda device: streams[-1], "set_stream": streams.append}
+    fakes["CUDAGraph"] = lambda: SimpleNamespace(reset=lambda: None)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: released.append(pool), raising=False)
+    failed: Any = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError if waits else ValueError), capture.capturing(failed, (0, 7), stream):  # type: ignore[arg-type]
+        raise ValueError
+    assert streams[-1] == "outside" and open_pools == []
+    assert released == ([(0, 7)] if waits else [])
+    assert captured[-1] is not failed  # an empty one, for the sake of random numbers
 
 
 def generated_again(model: Any, config: dict[str, Any]) -> Tensor:

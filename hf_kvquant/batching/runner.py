@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.utils import (
     stream_context,
 )
 
-from ..graphs.capture import capturing, clean_up, no_collection
+from ..graphs.capture import capturing, no_collection
 from ..graphs.fusion import fused
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of
@@ -152,10 +152,7 @@ class Runner(ModelRunner):
         try:
             with no_collection(), capturing(graph, self.graph_pool_id, compute_stream):
                 forward_fn(*args)
-        except BaseException as error:
-            clean_up(graph, self.graph_pool_id, compute_stream)
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             self.use_cuda_graph_decode = False
             self.cb_config.use_cuda_graph = False, False
             name, reason = type(args[0]).__name__, error.__context__ or error

@@ -213,39 +213,42 @@ class CudaGraph(StepRunner):
         return result
 
     def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        try:
-            with capturing(graph, pool, self._stream), self._prefetch.recorded():
-                result = step()
-        except BaseException:
-            clean_up(graph, pool, self._stream)
-            raise
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, torch.cuda.graph_pool_handle(), self._stream), self._prefetch.recorded():
+            result = step()
         return graph.replay, result
 
 
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
-    """Capture what this thread does. Other threads may go on using the GPU. `pool` is as in `torch.cuda.graph`."""
-    return torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what this thread does. Other threads may go on using the GPU.
 
+    Undoes a capture that fails. If the step has waited for the device, torch 2.11 leaves behind:
 
-def clean_up(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> None:
-    """Undo what a failed capture leaves behind if it has waited for the device (torch 2.11).
-
+    - The stream of the capture is the current one.
     - The allocator takes the capture for unfinished. `torch.cuda.empty_cache` would no longer free anything, and the
       process would abort when it drops a `torch.cuda.MemPool`, as continuous batching has one.
     - The random number generator is in capture mode, where it raises. A capture that succeeds resets it.
 
     Args:
-        graph: That was not captured.
-        pool: The handle of its memory pool.
-        stream: That should have been captured.
+        graph: New.
+        pool: The handle of its memory pool, as in `torch.cuda.graph`.
+        stream: To be captured.
     """
-    graph.reset()
-    with contextlib.suppress(RuntimeError):  # the capture has ended, since it failed in another way
-        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
-        torch._C._cuda_releasePool(stream.device.index, pool)
-    with capturing(torch.cuda.CUDAGraph(), None, stream):
-        torch.zeros(1, device=stream.device)
+    outside = torch.cuda.current_stream(stream.device)
+    begin = functools.partial(torch.cuda.graph, stream=stream, capture_error_mode="thread_local")
+    try:
+        with begin(graph, pool):
+            yield
+    except BaseException:
+        torch.cuda.set_stream(outside)
+        graph.reset()
+        with contextlib.suppress(RuntimeError):  # the capture has ended, since it failed in another way
+            torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+            torch._C._cuda_releasePool(stream.device.index, pool)
+        with begin(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=stream.device)
+        raise
 
 
 # The runners of captured steps, by device type. Other devices have no graphs.
