@@ -183,6 +183,12 @@ MUTATIONS = [
             "batching",
         ),
         (
+            "if noted != pages:",
+            "if len(noted) != len(pages):",
+            "pages that two requests come to share are read where they no longer are",
+            "batching_pages",
+        ),
+        (
             "transform = None if layer.key_transform is None else",
             "transform = None if True else",
             "keys in pages are not transformed",
@@ -213,6 +219,18 @@ MUTATIONS = [
             "batching.use_cuda_graph is None or is_wanted",
             "is_wanted",
             "decode steps of a GPU are not captured unless asked for",
+            "batching",
+        ),
+        (
+            "            self.use_cuda_graph_decode = False\n            self.cb_config",
+            "            self.cb_config",
+            "a step that cannot be captured fails each time",
+            "batching",
+        ),
+        (
+            "max(wanted, min(2, pages_of_model))",
+            "wanted",
+            "short requests are not captured at the start",
             "batching",
         ),
     ),
@@ -269,6 +287,13 @@ MUTATIONS = [
     ),
     *of(
         "hf_kvquant/graphs/capture.py",
+        (
+            "            torch._C._cuda_endAllocateToPool(stream.device.index, pool)\n",
+            "",
+            "a capture that fails goes on for the allocator",
+            "capture",
+        ),
+        ("        torch.cuda.set_stream(outside)\n", "", "a capture that fails keeps its stream", "capture"),
         (
             "for storage in cache.storages), cache.notes.is_uneven",
             "for storage in cache.storages)",
@@ -406,8 +431,8 @@ MUTATIONS = [
             "batching",
         ),
         (
-            "        super().destroy()\n        self._restore_attention(self.model)",
-            "        super().destroy()",
+            "        gc.collect()\n        self._restore_attention(self.model)",
+            "        gc.collect()",
             "a manager that never started leaves its attention on the model",
             "batching batching_support",
         ),
