@@ -3,6 +3,8 @@
     PYTHONPATH=evals/stand_in python evals/bench_batching.py --cache-gb 24 --output evals/results/batching.json
     PYTHONPATH=evals/stand_in python evals/bench_batching.py --total-gb 24 48 --weights bf16 humming \
         --systems flash int4 --workloads W1 W2 --output evals/results/batching_weights.json
+    PYTHONPATH=evals/stand_in python evals/bench_batching.py --workloads H1 H64 --systems flash int4 \
+        --output evals/results/batching_host.json
 
 Many requests share a GPU. How many run at once is limited by the memory for keys and values, and with them the tokens a
 second: a decode step costs hardly more for many requests than for few. So all systems get the same bytes of cache.
@@ -17,11 +19,8 @@ Method:
 - Tokens held and requests that run are counted at each step. A step is mixed if it has prompts. The time to the first
   token counts from the moment that a request was added, so it contains the queue.
 - With asynchronous batching, the host prepares a step while the GPU computes the one before it. The time that it does
-  not wait for the GPU is counted over steps that are not mixed. H1 and H64 differ in the tokens held alone, and so show
-  how this time depends on them:
-
-    PYTHONPATH=evals/stand_in python evals/bench_batching.py --workloads H1 H64 --systems int4 \
-        --output evals/results/batching_host.json
+  not wait for the GPU is counted over steps that are not mixed. H1 and H64, which differ in the tokens held alone, show
+  how it depends on them.
 
 `transformers` is the unpatched model with sdpa, which everybody has. `flash` is the unpatched model with the package
 flash-attn, or with the stand-in for it that the command above puts in its place: there transformers captures and
