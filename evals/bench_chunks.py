@@ -1,7 +1,8 @@
 """Attention of many new tokens over a cache on a GPU: every preset against PyTorch's attention in bf16.
 
     python evals/bench_chunks.py --output evals/results/chunks.json
-    python evals/bench_chunks.py --pages --output evals/results/chunks_pages.json
+    python evals/bench_chunks.py --pages --presets none int8 int4 int4-g32 int4-channel k8v4 fp8 \
+        --output evals/results/chunks_pages.json
 
 This is what chunks of a prompt, a chat's next turn and checks of proposed tokens cost in a layer. Ours attends to codes
 that are in the cache already; to append them takes microseconds. The peers attend to unquantised keys and values:

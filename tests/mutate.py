@@ -183,8 +183,8 @@ MUTATIONS = [
             "batching",
         ),
         (
-            "if noted != pages:",
-            "if len(noted) != len(pages):",
+            "noted[0] != pages:",
+            "len(noted[0]) != len(pages):",
             "pages that two requests come to share are read where they no longer are",
             "batching_pages",
         ),

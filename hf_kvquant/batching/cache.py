@@ -161,11 +161,10 @@ class PageAllocator(FullAttentionCacheAllocator):
         list has changed. To compare two lists takes a hundredth of the time.
         """
         pages = self.block_table[request_id]
-        noted, tensor = self._pages.get(request_id, ([], torch.empty(0, dtype=torch.int32)))
-        if noted != pages:
-            tensor = torch.tensor(pages, dtype=torch.int32)
-            self._pages[request_id] = pages.copy(), tensor
-        return tensor
+        noted = self._pages.get(request_id)
+        if noted is None or noted[0] != pages:
+            noted = self._pages[request_id] = pages.copy(), torch.tensor(pages, dtype=torch.int32)
+        return noted[1]
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         """Write the pages of a request, that of its tail first, to the start of `block_table`, `[pages]` int32."""

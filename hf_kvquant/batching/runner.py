@@ -143,8 +143,8 @@ class Runner(ModelRunner):
     def _capture_graph(self, forward_fn: Callable[..., None], compute_stream: Any, *args: Any) -> None:
         """See `ModelRunner`. If a step cannot be captured, it and all later ones run as they are.
 
-        Some models wait for the device in a step, such as mixtures of experts in float32, for whose matrices PyTorch
-        has no grouped kernel. A step runs once before it is captured, so its result is there.
+        Some models wait for the device in a step, such as mixtures of experts in float32 (torch 2.11). A step runs once
+        before it is captured, so its result is there.
         """
         with stream_context(compute_stream), memory_pool_context(self.mem_pool):
             forward_fn(*args)
