@@ -23,7 +23,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 def run(name: str, *arguments: str, where: Path) -> str:
     """The output of an example, which must end well."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -63,7 +63,7 @@ def test_two_processes_share_a_model(tmp_path: Path) -> None:
     """They write what the whole model writes."""
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     options = str(REFERENCE), "--max-new-tokens", "8", "--preset", "int8"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *launcher, str(ROOT / "examples" / "tensor_parallel.py"), *options]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,8 @@ def launched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The launcher, and where the first rank listens."""
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     command = "-m", "hf_kvquant", "serve", REFERENCE, "--device", "cpu", "--port", "0", "--cb-num-blocks", "32"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    printed: list[str] = []
     process = subprocess.Popen(
         [sys.executable, *launcher, *command],
         cwd=tmp_path,
@@ -44,12 +45,13 @@ def launched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
+            printed.append(line)
             ready = re.match(r"Ready on (http://\S+)/v1", line)
             if ready:
                 yield process, ready[1]
                 break
         else:
-            pytest.fail("it ended before it was ready")
+            pytest.fail(f"it ended before it was ready: {''.join(printed)}")
     finally:
         if process.poll() is None:
             process.kill()
