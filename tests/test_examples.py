@@ -21,10 +21,10 @@ REFERENCE = ROOT / "evals" / "reference_model"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def run(name: str, *arguments: str, where: Path) -> str:
+def run(name: str, *arguments: str, where: Path, launcher: tuple[str, ...] = ()) -> str:
     """The output of an example, which must end well."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -63,15 +63,12 @@ def test_two_processes_share_a_model(tmp_path: Path) -> None:
     """They write what the whole model writes."""
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     options = str(REFERENCE), "--max-new-tokens", "8", "--preset", "int8"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, str(ROOT / "examples" / "tensor_parallel.py"), *options]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    output = run("tensor_parallel.py", *options, where=tmp_path, launcher=launcher)
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype="auto")
     with hf_kvquant.patched(model, "int8"):
-        output = model.generate(**tokenizer("The river", return_tensors="pt"), max_new_tokens=8, do_sample=False)
-    found, expected = done.stdout.strip().splitlines()[-1], tokenizer.decode(output[0], skip_special_tokens=True)
+        ids = model.generate(**tokenizer("The river", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    found, expected = output.strip().splitlines()[-1], tokenizer.decode(ids[0], skip_special_tokens=True)
     assert found == expected and found.startswith("The river")
 
 
