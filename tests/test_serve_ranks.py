@@ -31,7 +31,9 @@ PROMPT, NEW_TOKENS = "The river", 12
 def launched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The launcher, and where the first rank listens."""
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    command = "-m", "hf_kvquant", "serve", REFERENCE, "--device", "cpu", "--port", "0", "--cb-num-blocks", "32"
+    # Ranks add in another order than `generate` of the whole model, which decides between near tokens in bfloat16.
+    options = "--device", "cpu", "--dtype", "float32", "--port", "0", "--cb-num-blocks", "32"
+    command = "-m", "hf_kvquant", "serve", REFERENCE, *options
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     printed: list[str] = []
     process = subprocess.Popen(
