@@ -75,6 +75,7 @@ from weight_methods import bytes_of
 
 from hf_kvquant import ops
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
+from hf_kvquant.upstream.releases import cache_of
 
 DTYPE = torch.bfloat16
 FLOOR = "static"
@@ -116,8 +117,8 @@ def _measure(model: Any, name: str, case: Case, num_new: int, chunk: int | None)
         chunked = {} if chunk is None else {"prefill_chunk_size": chunk}
         start = time.perf_counter()
         _, result = call(model, warm_up, first, {"return_dict_in_generate": True, **chunked, **arguments()})
-        check_served(result.past_key_values)
-        token_bytes = bytes_per_token(result.past_key_values)
+        check_served(cache_of(result))
+        token_bytes = bytes_per_token(cache_of(result))
         del result  # frees the cache, or lets the next call reuse its buffers
         call(model, warm_up, first, {**chunked, **arguments()})
         start_s = time.perf_counter() - start

@@ -55,6 +55,7 @@ from weight_methods import BF16, METHODS, bytes_of, quantize, shapes_of
 from hf_kvquant import KVQuantCache
 from hf_kvquant.evaluation.provenance import card, gpu_card, gpu_state
 from hf_kvquant.graphs.fusion import fused
+from hf_kvquant.upstream.releases import CACHE, cache_of
 
 SYSTEM = "int4-capture"
 # The most that a case may take, as a share of its step with bf16 weights.
@@ -129,14 +130,14 @@ def measure_step(
     first, tokens, clocks = num_new // 4, case.context + num_new, []
     with system(model, tokens) as arguments:
         options = {"return_dict_in_generate": True, **arguments()}
-        cache = call(model, Case(case.batch, 1), first, options)[1].past_key_values  # captures or compiles the step
+        cache = cache_of(call(model, Case(case.batch, 1), first, options)[1])  # captures or compiles the step
         for _ in range(calls):
             if type(cache) is DynamicCache:
                 cache = DynamicCache(config=model.config)  # its `reset` would keep the tokens
             cache.reset()
             fill(model, cache, case.batch, case.context - 1)
             with made_by_generate():
-                clocks.append(call(model, case, num_new, {"past_key_values": cache})[0])
+                clocks.append(call(model, case, num_new, {CACHE: cache})[0])
         check_served(cache)
         cache_bytes = case.batch * tokens * (bytes_per_token(cache) or 0)
     return {**step_figures(clocks, first, case.batch), "cache_bytes": cache_bytes}

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_kvquant
 from hf_kvquant import KVQuantCache
 from hf_kvquant.evaluation.provenance import card
+from hf_kvquant.upstream.releases import cache_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results" / "families.json"
@@ -36,7 +37,7 @@ def how_served(name: str) -> str:
     model = models.family(name)
     with hf_kvquant.patched(model, "int4"), torch.inference_mode():
         output = models.greedy(model, models.left_padded(), 4)
-        report = hf_kvquant.report(model, output.past_key_values)
+        report = hf_kvquant.report(model, cache_of(output))
     # Whether layers that share another layer's cache are listed depends on the version of transformers.
     layers = [layer for layer in report.layers if layer.layer_type != "dummy"]
     ours = [layer for layer in layers if layer.formats is not None]

@@ -50,6 +50,7 @@ from transformers.cache_utils import Cache
 from hf_kvquant import KVQuantCache
 from hf_kvquant.evaluation.provenance import describe_error
 from hf_kvquant.state import patch_of
+from hf_kvquant.upstream.releases import CACHE, cache_of
 
 # Timed calls: fewer when they have taken this long.
 CALLS, ENOUGH_SECONDS = 3, 6.0
@@ -112,14 +113,14 @@ def _turn(model: Any, name: str, scenario: Scenario) -> dict[str, Any]:
 
         def filled() -> Cache:
             options = {"return_dict_in_generate": True, **arguments()}
-            cache: Cache = call_on(model, prompt[:, : scenario.context], 1, options)[1].past_key_values
+            cache: Cache = cache_of(call_on(model, prompt[:, : scenario.context], 1, options)[1])
             return cache
 
         cache = filled()
 
         def run() -> Clock:
             nonlocal cache
-            clock, _ = call_on(model, prompt, 1, {"past_key_values": cache})
+            clock, _ = call_on(model, prompt, 1, {CACHE: cache})
             if isinstance(cache, StaticCache):
                 cache = filled()
             else:
@@ -139,8 +140,8 @@ def _chunked(model: Any, name: str, scenario: Scenario) -> dict[str, Any]:
     with SYSTEMS[name](model, scenario.context + 1) as arguments:
         short = Case(1, min(scenario.context, 2 * scenario.size))
         _, result = call(model, short, 1, {"return_dict_in_generate": True, **options, **arguments()})
-        check_served(result.past_key_values)
-        cache_bytes = _bytes_of(result.past_key_values, scenario.context)
+        check_served(cache_of(result))
+        cache_bytes = _bytes_of(cache_of(result), scenario.context)
         del result  # frees the cache, or lets the next call reuse its buffers
         case = Case(1, scenario.context)
         clocks = _repeat(lambda: call(model, case, 1, {**options, **arguments()})[0])
@@ -256,7 +257,7 @@ def _decode(
 
     short = min(scenario.context, WARM_UP_CONTEXT), MIN_ASSISTED
     _, result = run(*short, return_dict_in_generate=True)
-    cache = result.past_key_values
+    cache = cache_of(result)
     check_served(cache)
     is_captured = isinstance(cache, KVQuantCache) and cache.quant_config.capture
     del cache, result  # frees the cache, or lets the next call reuse its buffers

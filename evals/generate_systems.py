@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.attention.backends import without_cudnn
+from hf_kvquant.upstream.releases import CACHE
 
 # Tokens of the prompt on which a system is warmed up, and compiles.
 WARM_UP_CONTEXT = 64
@@ -48,7 +49,7 @@ def static_cache(model: Any, capacity: int) -> Iterator[Callable[[], dict[str, A
 
     def arguments() -> dict[str, Any]:
         cache.reset()
-        return {"past_key_values": cache}
+        return {CACHE: cache}
 
     yield arguments
 

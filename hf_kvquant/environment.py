@@ -12,10 +12,10 @@ import shutil
 from types import ModuleType
 
 import torch
-import transformers
 
 from .common.version import __version__
 from .ops import kernels
+from .upstream.releases import described
 
 # The packages of the extra `eval` in pyproject.toml.
 EVALUATION = ("lm-eval", "accelerate", "Jinja2", "markdown-it-py", "matplotlib", "numpy", "PyYAML")
@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
         "hf-kvquant": __version__,
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, built for {built_for}",
-        "transformers": transformers.__version__,
+        "transformers": described(),
         "platform": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
     }
     if isinstance(module, ModuleType):

@@ -29,6 +29,7 @@ from .models.layers import keeps_cache, layers_of
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
 from .state import Patch, keep, noted_models, notes_on, patch_of
+from .upstream.contracts import check_release
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     config = KVQuantConfig.resolve(preset_or_config)
     check_patchable(model, config)
     if config.capture:
+        check_release("patch", "graphs")
         check_graphs(model)
     before = patch_of(model)
     previous = text_config_of(model)._attn_implementation if before is None else before.previous_attention
@@ -141,6 +143,7 @@ def enable() -> None:
     for our backend, and keeps it; calls with other caches work as before. Without `enable`, such a call raises an error
     in transformers unless the model is patched: transformers does not know our backend.
     """
+    check_release("enable")
     if getattr(GenerationMixin, HOOK) is not _hook_for_all:
         global _original_hook
         _original_hook = getattr(GenerationMixin, HOOK)
@@ -170,6 +173,7 @@ def _hook_for_all(self: PreTrainedModel, generation_config: Any, model_kwargs: d
 def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     """Refuse a model that `patch` cannot serve, with the errors of `patch`."""
     check_is_model(model, "patch")
+    check_release("patch")
     check_folded(model, "patch")
     if model.config.is_encoder_decoder and config.capture:
         raise NotImplementedError(

@@ -43,6 +43,7 @@ from hf_kvquant.models.layers import layers_of
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.spec.planes import Planes
+from hf_kvquant.upstream.releases import with_cache
 
 VOCAB_SIZE = 96
 PAD, BOS = 0, 1
@@ -584,7 +585,7 @@ def check_against_reference(
     cache = RecordingCache(model.config, config)
     with patched(model, config):
         # A replayed CUDA graph would overwrite what has been recorded.
-        output = greedy(model, inputs, new_tokens, past_key_values=cache, disable_compile=True)
+        output = greedy(model, inputs, new_tokens, **with_cache(cache), disable_compile=True)
     transforms = key_transforms(model, config)
     kept = {storage.name: storage.key_transform for storage in cache.storages if storage.key_transform is not None}
     assert kept.keys() == {f"layer {index}" for index in transforms}, "the cache has not taken the model's transforms"
@@ -592,7 +593,7 @@ def check_against_reference(
     def run(which: Any) -> Tensor:
         replayed = ReferenceCache(which.config, config, cache.recorded, inputs["attention_mask"], transforms)
         tokens = forced(output.sequences)
-        return logits(greedy(which, inputs, new_tokens, past_key_values=replayed, prefix_allowed_tokens_fn=tokens))
+        return logits(greedy(which, inputs, new_tokens, **with_cache(replayed), prefix_allowed_tokens_fn=tokens))
 
     torch_logits = run(model)
     expected = torch_logits if exact_model is None else run(exact_model)

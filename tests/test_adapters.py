@@ -26,6 +26,7 @@ from hf_kvquant import KVQuantCache, load_smoothing, patch, patched, rotate_valu
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.graphs import capture
 from hf_kvquant.models.hashes import weights_hash
+from hf_kvquant.upstream.releases import with_cache
 
 peft = pytest.importorskip("peft")
 # It warns of merged adapters, and uses what transformers is about to rename.
@@ -325,7 +326,7 @@ def test_a_saved_cache_is_of_one_adapter(tmp_path: Path) -> None:
     wrapped = adapted(model, "one", "two")
     cache = KVQuantCache(model.config, "int8")
     with patched(model, "int8"):
-        tokens_of(model, past_key_values=cache)
+        tokens_of(model, **with_cache(cache))
     cache.save(tmp_path / "cache", model)
     KVQuantCache.load(tmp_path / "cache", model)
     wrapped.set_adapter("two")

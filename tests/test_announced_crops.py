@@ -22,6 +22,7 @@ from hf_kvquant.state import MOST_NEW_TOKENS
 from hf_kvquant.storage import rewind
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.rows import TAIL_SLACK
+from hf_kvquant.upstream.releases import cache_of
 
 ROOM, HEAD_DIM = 1024, 32
 LAYOUTS = [
@@ -158,7 +159,7 @@ def test_prompt_lookup_finds_the_tokens_of_greedy_decoding(device: str, config: 
         expected = model.generate(ids, **options)
         found = model.generate(ids, prompt_lookup_num_tokens=5, **options)
         assert_same(found.sequences, expected.sequences.cpu(), "tokens")
-        cache = found.past_key_values
+        cache = cache_of(found)
         assert any(storage.rows.slack for storage in cache.storages)
         cache.save(tmp_path / "cache.safetensors", model)
         loaded = KVQuantCache.load(tmp_path / "cache.safetensors", model)

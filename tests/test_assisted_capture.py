@@ -17,6 +17,7 @@ from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.generate import hook
 from hf_kvquant.graphs import assisted, capture
 from hf_kvquant.state import Captures, notes_on, patch_of
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 INT8 = {"preset": "int8"}
 NEW_TOKENS = 40  # so many that some numbers of proposals come three times, and are replayed
@@ -221,14 +222,14 @@ def test_a_returned_cache_continues(model: Any) -> None:
     for config in (INT8, {**INT8, "capture": True}):
         with patched(model, config):
             first = generated(model, **options)
-            cache = first.past_key_values
+            cache = cache_of(first)
             lengths = [storage.length for storage in cache.storages]
             assert lengths == [first.sequences.shape[1] - 1] * 2 == [int(each.lengths[0]) for each in cache.storages]
             prompt = [*first.sequences[0].tolist(), 4, 5, 9]
-            turns.append(generated(model, prompt, past_key_values=cache, **options))
-            assert turns[-1].past_key_values is cache and cache.is_static == ("capture" in config)
+            turns.append(generated(model, prompt, **with_cache(cache), **options))
+            assert cache_of(turns[-1]) is cache and cache.is_static == ("capture" in config)
     compare.assert_same(turns[1].sequences, turns[0].sequences.cpu(), "tokens of the second turn")
-    for actual, expected in zip(*(turn.past_key_values.storages for turn in reversed(turns)), strict=True):
+    for actual, expected in zip(*(cache_of(turn).storages for turn in reversed(turns)), strict=True):
         assert actual.length == expected.length
         for x, y, side in zip(actual.dequantize(), expected.dequantize(), ("keys", "values"), strict=True):
             # Attention may round differently in the two caches, and the next layer's codes then differ by one.
@@ -278,7 +279,7 @@ def test_sliding_windows_grow(device: str, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
         actual = captured(model, INT8, prompt_lookup_num_tokens=3, return_dict_in_generate=True)
     compare.assert_same(actual.sequences, expected.cpu(), "tokens")
-    assert not actual.past_key_values.is_static
+    assert not cache_of(actual).is_static
     said = [record.message for record in caplog.records if record.name == assisted.__name__]
     assert said == [uncaptured_log("MistralForCausalLM has layers other than full attention")]
 
@@ -321,15 +322,15 @@ def test_a_failure_leaves_whole_steps(model: Any, monkeypatch: pytest.MonkeyPatc
                     raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            generated(model, prompt_lookup_num_tokens=3, past_key_values=cache, streamer=Stop())
+            generated(model, prompt_lookup_num_tokens=3, **with_cache(cache), streamer=Stop())
         assert notes_on(model).assisted is None
         held = {storage.length for storage in cache.storages}
         assert held == {int(storage.lengths[0]) for storage in cache.storages} and len(held) == 1
         cache.reset()
-        again = generated(model, prompt_lookup_num_tokens=3, past_key_values=cache)
+        again = generated(model, prompt_lookup_num_tokens=3, **with_cache(cache))
     compare.assert_same(again, expected.cpu(), "tokens")
 
 
 def test_disable_compile_captures_nothing(model: Any) -> None:
     output = captured(model, INT8, prompt_lookup_num_tokens=3, disable_compile=True, return_dict_in_generate=True)
-    assert not Recorded.runs and not output.past_key_values.is_static
+    assert not Recorded.runs and not cache_of(output).is_static

@@ -34,6 +34,7 @@ from hf_kvquant import PRESETS, KVQuantCache, patched
 from hf_kvquant.attention.registry import attention, attention_mask, implementation_name, is_ours
 from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.spec import reference
+from hf_kvquant.upstream.releases import CACHE, with_cache
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, LENGTH = 3, 4, 2, 16, 10
 CONFIG = LlamaConfig(
@@ -200,11 +201,11 @@ def test_a_length_stays_marked_on_its_way_through_transformers() -> None:
         config=CONFIG,
         inputs_embeds=torch.zeros(BATCH, 1, 8),
         attention_mask=padding_mask().long(),
-        past_key_values=cache,
+        **with_cache(cache),
     )
     compare.assert_same(mask, make_bounds(PADS, LENGTH - 1), "bounds")
     again = create_causal_mask(
-        config=CONFIG, inputs_embeds=torch.zeros(BATCH, 1, 8), attention_mask=mask, past_key_values=cache
+        config=CONFIG, inputs_embeds=torch.zeros(BATCH, 1, 8), attention_mask=mask, **with_cache(cache)
     )
     assert again is mask, "a mask of four dimensions passes untouched"
 
@@ -463,7 +464,7 @@ def test_a_first_chunk_is_trained_on(preset: str, is_static: bool) -> None:
     expected = gradients(model, ids, use_cache=False)
     with patched(model, preset):
         cache = KVQuantCache(model.config, preset, max_cache_len=32 if is_static else None)
-        for options in ({}, {"past_key_values": cache}):
+        for options in ({}, {CACHE: cache}):
             for name, gradient in gradients(model, ids, **options).items():
                 compare.assert_same(gradient, expected[name], name)
 
@@ -491,16 +492,16 @@ def test_chunks_behind_others_have_no_gradients(preset: str, trained: str) -> No
     with patched(model, preset):
         cache = KVQuantCache(model.config, preset)
         with torch.no_grad():
-            expected = model(ids[:, :5], past_key_values=cache).logits
+            expected = model(ids[:, :5], **with_cache(cache)).logits
         for _ in range(2):
             with pytest.raises(RuntimeError) as raised:
-                model(ids[:, 5:], past_key_values=cache)
+                model(ids[:, 5:], **with_cache(cache))
             assert str(raised.value) == message
             cache.crop(0)
         with torch.no_grad():
-            model(ids[:, 5:], past_key_values=cache)
+            model(ids[:, 5:], **with_cache(cache))
         cache.reset()
-        compare.assert_same(model(ids[:, :5], past_key_values=cache).logits, expected, "a first chunk")
+        compare.assert_same(model(ids[:, :5], **with_cache(cache)).logits, expected, "a first chunk")
 
 
 def test_gradients_of_queries_over_keys_as_they_came_are_those_of_transformers() -> None:
@@ -512,7 +513,7 @@ def test_gradients_of_queries_over_keys_as_they_came_are_those_of_transformers()
     with patched(model, "none"):
         for cache in (DynamicCache(config=model.config), KVQuantCache(model.config, "none")):
             model.zero_grad()
-            model(ids[:, :5], past_key_values=cache)
-            model(ids[:, 5:], past_key_values=cache, labels=ids[:, 5:]).loss.backward()
+            model(ids[:, :5], **with_cache(cache))
+            model(ids[:, 5:], **with_cache(cache), labels=ids[:, 5:]).loss.backward()
             found.append(weight.grad.clone())
     compare.assert_same(found[1], found[0], "gradient")

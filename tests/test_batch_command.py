@@ -20,12 +20,12 @@ import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_kvquant import cli, patched
-from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.evaluation.preparation import load
 from hf_kvquant.jobs import answers
 from hf_kvquant.jobs.lines import Job, parse
 from hf_kvquant.jobs.output import Writer
 from hf_kvquant.jobs.prompts import Request
+from hf_kvquant.upstream.releases import HAS_PAGES
 
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 

@@ -18,8 +18,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_kvquant import KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.attention.registry import is_ours
-from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.transforms.of_model import set_centers
+from hf_kvquant.upstream.releases import HAS_PAGES
 
 if HAS_PAGES:
     from transformers.generation.continuous_batching.utils import WorkloadHints

@@ -17,11 +17,11 @@ from transformers.generation.continuous_batching import continuous_api
 
 from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.batching.batch import Request, groups_of
-from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.pages import PART_ALIGNMENT, PageLayout
+from hf_kvquant.upstream.releases import HAS_PAGES, with_cache
 
 needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 FORMATS = [
@@ -172,7 +172,7 @@ def test_requests_with_equally_many_new_tokens_attend_together() -> None:
 def test_a_token_takes_the_bytes_that_it_takes_in_a_cache_of_generate(preset: str) -> None:
     with patched(models.llama(), preset) as model:
         cache = KVQuantCache(model.config, preset)
-        models.greedy(model, {"input_ids": torch.tensor([[5, 6, 7]])}, 1, past_key_values=cache)
+        models.greedy(model, {"input_ids": torch.tensor([[5, 6, 7]])}, 1, **with_cache(cache))
         manager = model.init_continuous_batching(
             continuous_batching_config=ContinuousBatchingConfig(num_blocks=5, max_batch_tokens=64)
         )

@@ -15,8 +15,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_kvquant import patched
 from hf_kvquant.batching import support
-from hf_kvquant.batching.support import HAS_PAGES, WHERE
+from hf_kvquant.batching.support import WHERE
 from hf_kvquant.state import patch_of
+from hf_kvquant.upstream.releases import HAS_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
@@ -98,10 +99,8 @@ def test_models_that_pass_nothing_on_are_refused() -> None:
     model = models.build("llama")
     forward = model.forward
 
-    def of_few(
-        input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = None
-    ) -> Any:
-        return forward(input_ids, attention_mask, past_key_values=past_key_values, use_cache=use_cache)
+    def of_few(input_ids: Any = None, attention_mask: Any = None, use_cache: Any = None) -> Any:
+        return forward(input_ids, attention_mask, use_cache=use_cache)
 
     model.forward = of_few
     check_refused(model, "int8", "LlamaForCausalLM takes no further arguments that it passes on to attention")

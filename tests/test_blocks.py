@@ -27,6 +27,7 @@ from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.spec.planes import Planes
 from hf_kvquant.storage import buffers, rewind
 from hf_kvquant.storage.layer_store import LayerStore
+from hf_kvquant.upstream.releases import with_cache
 
 KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_ratio=15 / 16)
 VALUE = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
@@ -394,7 +395,7 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
     config = {"preset": "int4-channel", "layers": {1: "none"}}
     with patched(model, config):
         expected = greedy(model, inputs, 4)
-    output = greedy(model, inputs, 4, past_key_values=KVQuantCache(model.config, config))
+    output = greedy(model, inputs, 4, **with_cache(KVQuantCache(model.config, config)))
     assert_same(output.sequences, expected.sequences, "tokens")
 
 

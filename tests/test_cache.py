@@ -39,6 +39,7 @@ from hf_kvquant.cache.cache import _log_nothing_to_quantize
 from hf_kvquant.cache.handle import KVHandle, KVLength
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.spec.key_transform import KeyTransform
+from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
 BATCH, KV_HEADS, HEAD_DIM = 3, 2, models.HEAD_DIM
 CONFIG = models.llama().config
@@ -412,13 +413,13 @@ def test_a_copy_in_the_middle_of_a_generation_goes_on_alike(copier: Any, preset:
     model, inputs = models.llama(), left_padded()
     cache = make(preset, kind)
     with patched(model, preset):
-        half = greedy(model, inputs, 4, past_key_values=cache)
+        half = greedy(model, inputs, 4, **with_cache(cache))
         twin = copier(cache)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
         rest = {"input_ids": half.sequences, "attention_mask": mask}
-        expected = greedy(model, rest, 4, past_key_values=cache)
+        expected = greedy(model, rest, 4, **with_cache(cache))
         length = int(twin.get_seq_length())
-        output = greedy(model, rest, 4, past_key_values=twin)
+        output = greedy(model, rest, 4, **with_cache(twin))
     assert length == half.sequences.shape[1] - 1, "the copy does not see what happens to the original"
     compare.assert_same(logits(output), logits(expected), "logits")
     assert len({id(layer.notes) for layer in twin.layers}) == 1, "the layers of a copy share what masks have shown"
@@ -470,7 +471,7 @@ def test_a_full_cache_in_generate() -> None:
     model = models.llama()
     cache = KVQuantCache(model.config, "int8", max_cache_len=12)
     with patched(model, "int8"), pytest.raises(ValueError, match=r"layer 0: `max_cache_len` must be at least 13"):
-        greedy(model, left_padded(), 8, past_key_values=cache)
+        greedy(model, left_padded(), 8, **with_cache(cache))
     assert int(cache.get_seq_length()) == 12
     assert [storage.length for storage in cache.storages] == [12, 12]
 
@@ -500,10 +501,10 @@ def test_misfits_change_nothing(tokens: tuple[Tensor, ...], message: str) -> Non
 def test_another_batch_in_generate() -> None:
     model = models.llama()
     with patched(model, "int8"):
-        cache = greedy(model, left_padded()).past_key_values
+        cache = cache_of(greedy(model, left_padded()))
         longer = {"input_ids": torch.randint(3, 90, (2, 20))}
         with pytest.raises(ValueError, match="`key` must have batch 3"):
-            greedy(model, longer, past_key_values=cache)
+            greedy(model, longer, **with_cache(cache))
     assert cache.get_seq_length() == 14
 
 
@@ -625,14 +626,14 @@ def call(how: str, model: Any, cache: KVQuantCache) -> None:
     inputs = left_padded()
     with torch.no_grad():
         if how == "generate":
-            greedy(model, inputs, past_key_values=cache)
+            greedy(model, inputs, **with_cache(cache))
         else:
-            model(**inputs, past_key_values=cache)
+            model(**inputs, **with_cache(cache))
 
 
 def other_layers(where: str, expected: int, found: int) -> str:
     return (
-        f"{where}: `past_key_values` must have {expected} layers like the model's own cache, got a cache with {found}. "
+        f"{where}: `{CACHE}` must have {expected} layers like the model's own cache, got a cache with {found}. "
         "Was it made for another model? KVQuantCache(model.config, ...) makes one for this."
     )
 
@@ -733,7 +734,7 @@ def test_operations_reach_the_layers_of_transformers() -> None:
         config = {"preset": "none", "sliding": False}
         cache, expected = KVQuantCache(model.config, config), DynamicCache(config=model.config)
         for each in (cache, expected):
-            model(**inputs, past_key_values=each)
+            model(**inputs, **with_cache(each))
             each.batch_repeat_interleave(2)
             each.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
             each.batch_select_indices(torch.tensor([0, 3]))
@@ -758,7 +759,7 @@ def test_key_transforms_reach_their_layers() -> None:
     model, inputs = models.llama(), left_padded()
     with patched(model, {"preset": "int8", "transforms": []}):
         expected = greedy(model, inputs)
-        output = greedy(model, inputs, past_key_values=cache)
+        output = greedy(model, inputs, **with_cache(cache))
     # A symmetric format codes halved keys as the same codes with half the scale.
     compare.assert_same(logits(output), logits(expected), "logits")
 

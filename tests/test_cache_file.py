@@ -28,6 +28,7 @@ from hf_kvquant import PRESETS, KeyTransform, KVQuantCache, KVQuantConfig, patch
 from hf_kvquant.cache import file as cache_file
 from hf_kvquant.models.hashes import content_hash
 from hf_kvquant.storage.saved import held_planes
+from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
 TENSOR = {"storage": "int8", "granularity": "tensor"}
 CONFIGS: dict[str, Any] = {
@@ -62,7 +63,7 @@ def second_turn(model: Any, first: Any, cache: KVQuantCache, config: Any = "int8
     mask = (torch.arange(input_ids.shape[1]) >= pads.unsqueeze(1)).long()
     with patched(model, config):
         inputs = {"input_ids": input_ids, "attention_mask": mask}
-        return greedy(model, inputs, 6, past_key_values=cache, disable_compile=True)
+        return greedy(model, inputs, 6, **with_cache(cache), disable_compile=True)
 
 
 def check_same(output: Any, expected: Any) -> None:
@@ -76,7 +77,7 @@ def planes_of(storage: Any) -> list[Tensor]:
 
 def saved(path: Path, config: Any = "int4", tokens: int = 9, model: Any = None) -> Path:
     model = small_model() if model is None else model
-    first_turn(model, config, tokens).past_key_values.save(path, model)
+    cache_of(first_turn(model, config, tokens)).save(path, model)
     return path
 
 
@@ -104,7 +105,7 @@ def rewritten(path: Path, change: Change) -> Path:
 def test_a_loaded_cache_goes_on_to_the_bit(config: str, kind: str, device: str, tmp_path: Path) -> None:
     model, options = models.on(device, small_model()), spelled(config, kind)
     first = first_turn(model, options)
-    cache = first.past_key_values
+    cache = cache_of(first)
     cache.save(tmp_path / "cache", model)
     loaded = KVQuantCache.load(tmp_path / "cache", model, cache.quant_config)
     assert loaded.quant_config == cache.quant_config and loaded.get_max_length() == cache.get_max_length()
@@ -140,10 +141,11 @@ def test_a_fresh_process_goes_on_to_the_bit(tmp_path: Path) -> None:
     names = {"int4-growing": "growing", "int8-static": "static", "int4-channel-growing": "growing"}
     for name, kind in names.items():
         first = first_turn(model, spelled(name.rpartition("-")[0], kind), tokens=20)
-        first.past_key_values.save(tmp_path / name, model)
-        first.past_key_values, cache = None, first.past_key_values
+        cache_of(first).save(tmp_path / name, model)
+        cache = cache_of(first)
+        setattr(first, CACHE, None)
         torch.save(first, tmp_path / f"{name}.first")
-        first.past_key_values = cache
+        setattr(first, CACHE, cache)
         expected = second_turn(model, first, cache)
         torch.save((expected.sequences, expected.logits), tmp_path / f"{name}.expected")
         center = cache.storages[0].key_transform.center if "channel" not in name else torch.ones(1)
@@ -165,7 +167,7 @@ def test_transforms_that_were_given_come_back(tmp_path: Path) -> None:
     model = small_model()
     given = {1: KeyTransform(torch.randn(2, 64), torch.rand(2, 64) + 0.5, is_rotated=True)}
     cache = KVQuantCache(model.config, "int4", key_transforms=given)
-    greedy(model, left_padded(), 4, past_key_values=cache)
+    greedy(model, left_padded(), 4, **with_cache(cache))
     cache.save(tmp_path / "cache", model)
     loaded = KVQuantCache.load(tmp_path / "cache", model)
     assert loaded.storages[0].key_transform is None and loaded.storages[1].key_transform.equals(given[1])
@@ -177,7 +179,7 @@ def test_transforms_that_were_given_come_back(tmp_path: Path) -> None:
 def test_what_was_cropped_is_not_in_the_file(tmp_path: Path) -> None:
     """Nor does a mask with holes, after which attention falls back, get lost."""
     model = small_model()
-    cache = first_turn(model, "int4-channel", tokens=20).past_key_values
+    cache = cache_of(first_turn(model, "int4-channel", tokens=20))
     cache.notes.has_holes = True
     cache.crop(-10)
     cache.save(tmp_path / "cache", model)
@@ -212,13 +214,13 @@ def test_a_captured_cache_goes_on_to_the_bit(tmp_path: Path) -> None:
     with patched(model, config):
         inputs = left_padded()
         first = greedy(model, inputs, 4, output_logits=False)
-        cache = first.past_key_values
+        cache = cache_of(first)
         cache.save(tmp_path / "cache", model)
         loaded = KVQuantCache.load(tmp_path / "cache", model, config)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
         more = {"input_ids": first.sequences, "attention_mask": mask}
         outputs = [
-            greedy(model, more, 6, past_key_values=either, output_logits=False).sequences for either in (cache, loaded)
+            greedy(model, more, 6, **with_cache(either), output_logits=False).sequences for either in (cache, loaded)
         ]
     compare.assert_same(*outputs, "tokens")
     for storage, other in zip(loaded.storages, cache.storages, strict=True):
@@ -248,7 +250,7 @@ def refuses(error: type[Exception], message: str, cache: KVQuantCache, path: Pat
 def test_caches_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = small_model(), tmp_path / "cache"
     refuses(ValueError, "must hold tokens, got an empty one", KVQuantCache(model.config), path, model)
-    cache = first_turn(model, "int8", tokens=9).past_key_values
+    cache = cache_of(first_turn(model, "int8", tokens=9))
     refuses(TypeError, "must be a transformers PreTrainedModel, got LlamaConfig", cache, path, model.config)
     deeper = models.llama(num_hidden_layers=3)
     refuses(ValueError, "the one that the cache was made for, got a LlamaForCausalLM with 3", cache, path, deeper)
@@ -284,13 +286,13 @@ def test_caches_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_layers_of_transformers_are_refused(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = models.family(family)
     with patched(model, {"preset": "int8", **options}):
-        cache = greedy(model, left_padded(), 2).past_key_values
+        cache = cache_of(greedy(model, left_padded(), 2))
     refuses(NotImplementedError, "must have a quantised cache in all layers, got a", cache, tmp_path / "cache", model)
 
 
 def test_no_file_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = small_model(), tmp_path / "cache"
-    cache = first_turn(model, "int8", tokens=9).past_key_values
+    cache = cache_of(first_turn(model, "int8", tokens=9))
     path.write_text("mine")
     refuses(FileExistsError, f"must be new, got {path}, which exists. Pass overwrite=True", cache, path, model)
     refuses(FileExistsError, "must be new, got .*which exists. Choose another", cache, tmp_path, model, overwrite=True)
@@ -477,7 +479,7 @@ def test_tampered_transforms_are_refused(name: str, to: float, tmp_path: Path) -
     model = small_model()
     given = {index: KeyTransform(torch.ones(2, 64), torch.ones(2, 64)) for index in range(2)}
     cache = KVQuantCache(model.config, "int4", key_transforms=given)
-    greedy(model, left_padded(), 2, past_key_values=cache)
+    greedy(model, left_padded(), 2, **with_cache(cache))
     cache.save(tmp_path / "cache", model)
     refused(rewritten(tmp_path / "cache", of_tensor(f"layers.1.{name}", lambda x: x * to)), f"damaged .*`{name}` must")
 

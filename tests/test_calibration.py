@@ -41,13 +41,14 @@ from hf_kvquant.calibration.targets import find_keys
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.transforms import of_model
+from hf_kvquant.upstream.releases import with_cache
 
 
 def planes(model: Any, preset: Any = "int4") -> list[Tensor]:
     """Everything that a quantised cache of a model holds of a text."""
     cache = KVQuantCache(model.config, preset, key_transforms=key_transforms(model, preset))
     with hf_kvquant.patched(model, preset), torch.no_grad():
-        model(models.tokenizer()(OTHER, return_tensors="pt").input_ids, past_key_values=cache)
+        model(models.tokenizer()(OTHER, return_tensors="pt").input_ids, **with_cache(cache))
     return [
         plane[:, :, : storage.length] if number == 0 else plane[..., : storage.length]
         for storage in cache.storages

@@ -36,6 +36,7 @@ from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.graphs import capture
 from hf_kvquant.graphs.capture import StepRunner
 from hf_kvquant.state import Captures, notes_on
+from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
 INT4 = {"preset": "int4"}
 NEW_TOKENS = 9
@@ -187,8 +188,8 @@ def test_sliding_windows(family: str, preset: str, tokens: int, device: str) -> 
         for option in ({}, {"capture": True})
     )
     compare.assert_same(output.sequences, expected.sequences.cpu(), "sequences")
-    check_same_caches(output.past_key_values, expected.past_key_values)
-    assert output.past_key_values.storages[0].is_ring
+    check_same_caches(cache_of(output), cache_of(expected))
+    assert cache_of(output).storages[0].is_ring
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -263,7 +264,7 @@ def test_rows_that_end_at_different_steps(model: Any, preset: str, steps: tuple[
     expected, output = outputs
     assert expected.keys() == output.keys()
     compare.assert_same(output.sequences, expected.sequences.cpu(), "sequences")
-    check_same_caches(output.past_key_values, expected.past_key_values)
+    check_same_caches(cache_of(output), cache_of(expected))
 
 
 def test_nothing_runs_behind_a_stop_that_a_crop_could_not_undo(model: Any) -> None:
@@ -324,16 +325,14 @@ def test_a_chat_goes_on_with_its_cache(model: Any) -> None:
         with patched(model, config):
             options = {"return_dict_in_generate": True, "disable_compile": name == "static", "do_sample": False}
             output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, **options)
-            cache, ids = output.past_key_values, torch.cat([output.sequences, inputs["input_ids"][:, -3:]], dim=1)
+            cache, ids = cache_of(output), torch.cat([output.sequences, inputs["input_ids"][:, -3:]], dim=1)
             mask = torch.ones_like(ids)
             mask[:, :6] = inputs["attention_mask"]
-            again = model.generate(
-                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW_TOKENS, **options
-            )
-            assert again.past_key_values is cache
+            again = model.generate(ids, attention_mask=mask, **with_cache(cache), max_new_tokens=NEW_TOKENS, **options)
+            assert cache_of(again) is cache
             replies[name] = again
     compare.assert_same(replies["capture"].sequences, replies["static"].sequences.cpu(), "the second reply")
-    check_same_caches(replies["capture"].past_key_values, replies["static"].past_key_values)
+    check_same_caches(cache_of(replies["capture"]), cache_of(replies["static"]))
 
 
 def test_a_cache_that_is_too_short_is_filled_and_then_refused(model: Any) -> None:
@@ -341,7 +340,7 @@ def test_a_cache_that_is_too_short_is_filled_and_then_refused(model: Any) -> Non
     for config in ({"static": True}, {"capture": True}):
         cache = KVQuantCache(model.config, {**INT4, **config}, max_cache_len=12)
         with pytest.raises(ValueError) as raised:
-            generated(model, {**INT4, **config}, past_key_values=cache, disable_compile="static" in config)
+            generated(model, {**INT4, **config}, **with_cache(cache), disable_compile="static" in config)
         messages.append(str(raised.value))
         lengths.append([storage.length for storage in cache.storages])
     assert messages[0] == messages[1] and "`max_cache_len` must be at least 13" in messages[0]
@@ -351,7 +350,7 @@ def test_a_cache_that_is_too_short_is_filled_and_then_refused(model: Any) -> Non
 def test_an_end_within_a_cache_that_is_too_short(model: Any) -> None:
     def options(config: dict[str, Any]) -> dict[str, Any]:
         cache = KVQuantCache(model.config, {**INT4, **config}, max_cache_len=12)
-        return {"past_key_values": cache, "eos_token_id": ends(model, (2, 2, 2)), "pad_token_id": PAD}
+        return {CACHE: cache, "eos_token_id": ends(model, (2, 2, 2)), "pad_token_id": PAD}
 
     expected = generated(model, INT4, **options({}))
     actual = generated(model, {**INT4, "capture": True}, **options({"capture": True}))
@@ -420,7 +419,7 @@ def test_everything_about_the_steps_can_be_returned(model: Any, monkeypatch: pyt
     for step, (states, other) in enumerate(zip(output.hidden_states, expected.hidden_states, strict=True)):
         for x, y in zip(states, other, strict=True):
             compare.assert_same(x, y.cpu(), f"hidden states {step}")
-    check_same_caches(output.past_key_values, expected.past_key_values)
+    check_same_caches(cache_of(output), cache_of(expected))
 
 
 @pytest.mark.parametrize("prefill_chunk_size", [None, 4])
@@ -454,9 +453,9 @@ def forward_over(model: Any, cache: KVQuantCache) -> Iterator[Callable[[], Any]]
     """A forward that runs one step at a time behind a prompt of nine tokens."""
     inputs = {name: value.to(model.device) for name, value in left_padded().items()}
     with patched(model, {**INT4, "capture": True}), torch.no_grad():
-        model(**inputs, past_key_values=cache, use_cache=True)
+        model(**inputs, **with_cache(cache), use_cache=True)
         step = model.get_compiled_call(None)
-        yield lambda: step(input_ids=inputs["input_ids"][:, :1], past_key_values=cache)
+        yield lambda: step(input_ids=inputs["input_ids"][:, :1], **with_cache(cache))
 
 
 @pytest.mark.parametrize("num_steps", range(4), ids=["as_it_is", "recorded", "replayed", "replayed_again"])
@@ -497,10 +496,10 @@ def test_a_step_serves_later_calls_over_the_same_buffers(model: Any) -> None:
     patch(model, config)
     for _ in range(3):
         cache.reset()
-        output = greedy(model, left_padded(), NEW_TOKENS, past_key_values=cache, output_logits=False)
+        output = greedy(model, left_padded(), NEW_TOKENS, **with_cache(cache), output_logits=False)
         compare.assert_same(output.sequences, expected.cpu(), "sequences")
     cache.reset()
-    longer = greedy(model, left_padded(tokens=20), 4, past_key_values=cache, output_logits=False).sequences
+    longer = greedy(model, left_padded(tokens=20), 4, **with_cache(cache), output_logits=False).sequences
     assert steps_of(model) == 1
     unpatch(model)
     compare.assert_same(longer, generated(model, INT4, left_padded(tokens=20), max_new_tokens=4).cpu(), "longer prompt")
@@ -523,7 +522,7 @@ def test_layers_of_different_lengths(model: Any) -> None:
     """A graph would hold the number of tokens of a layer that is behind the others."""
     cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=40)
     patch(model, {**INT4, "capture": True})
-    output = greedy(model, left_padded(), past_key_values=cache, output_logits=False).sequences
+    output = greedy(model, left_padded(), **with_cache(cache), output_logits=False).sequences
     cache.layers[1].crop(-1)
     message = (
         "lengths: a captured step must find all layers of a cache at one length, got layers of different lengths. "
@@ -531,7 +530,7 @@ def test_layers_of_different_lengths(model: Any) -> None:
     )
     lengths = [storage.length for storage in cache.storages]
     with pytest.raises(ValueError) as raised:
-        model.generate(output, attention_mask=torch.ones_like(output), past_key_values=cache, max_new_tokens=3)
+        model.generate(output, attention_mask=torch.ones_like(output), **with_cache(cache), max_new_tokens=3)
     assert str(raised.value) == message
     assert [storage.length for storage in cache.storages] == lengths
 
@@ -542,7 +541,7 @@ def test_other_buffers_weights_and_choices_have_steps_of_their_own(model: Any) -
 
     def run(cache: KVQuantCache, **options: Any) -> int:
         cache.reset()
-        greedy(model, left_padded(), past_key_values=cache, output_logits=False, **options)
+        greedy(model, left_padded(), **with_cache(cache), output_logits=False, **options)
         return steps_of(model)
 
     counts = [run(cache) for cache in (*caches, *caches)]
@@ -587,7 +586,7 @@ def test_training_has_steps_of_its_own(model: Any) -> None:
     for is_training in (False, True, False):
         model.train(is_training)
         cache.reset()
-        greedy(model, left_padded(), past_key_values=cache, output_logits=False)
+        greedy(model, left_padded(), **with_cache(cache), output_logits=False)
         counts.append(steps_of(model))
     assert counts == [1, 2, 2]
 
@@ -677,7 +676,7 @@ def test_a_model_that_is_not_moved_to_its_gpu(monkeypatch: pytest.MonkeyPatch) -
         message = not_capturable("the model is on cpu, and CUDA graphs need a GPU")
         check_refused(model, NotImplementedError, message)
         cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=40)
-        check_refused(model, NotImplementedError, message, past_key_values=cache)
+        check_refused(model, NotImplementedError, message, **with_cache(cache))
         assert all(storage.is_empty for storage in cache.storages)
 
 
@@ -714,7 +713,7 @@ def test_capture_without_the_patch(model: Any) -> None:
     cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=40)
     with patched(model, INT4):
         check_refused(model, ValueError, message, **flag)
-        check_refused(model, ValueError, message, past_key_values=cache)
+        check_refused(model, ValueError, message, **with_cache(cache))
     hf_kvquant.enable()
     try:
         check_refused(model, ValueError, message, **flag)
@@ -774,7 +773,7 @@ def test_a_step_that_waits_for_the_device(model: Any) -> None:
             RuntimeError,
             "generate: `capture` must be False for this model, got True: its decode step cannot be captured as a CUDA "
             "graph, probably because it waits for the device. Pass static=True instead, and generate compiles.",
-            past_key_values=cache,
+            **with_cache(cache),
             output_logits=False,
         )
     # The prompt and the first step, which ran as it was.
@@ -830,9 +829,9 @@ def test_a_capture_that_fails_is_undone(waits: bool, monkeypatch: pytest.MonkeyP
 def generated_again(model: Any, config: dict[str, Any]) -> Tensor:
     """The reply of a cache that is cropped to the prompt but for its last token, which so attends to codes."""
     cache = KVQuantCache(model.config, config, max_cache_len=40)
-    generated(model, config, past_key_values=cache)
+    generated(model, config, **with_cache(cache))
     cache.crop(8 - cache.storages[0].length)
-    return generated(model, config, past_key_values=cache)
+    return generated(model, config, **with_cache(cache))
 
 
 @pytest.mark.parametrize("runs", [0, 1, 2], ids=["as_it_is", "recorded", "replayed"])
@@ -870,7 +869,7 @@ def test_steps_that_are_interrupted(
 
     monkeypatch.setattr(runner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        generated(model, config, past_key_values=cache)
+        generated(model, config, **with_cache(cache))
     monkeypatch.undo()
     monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
     held = 9 + (2 if runs == 2 else runs) + (not is_before and runs != 1)
@@ -878,9 +877,9 @@ def test_steps_that_are_interrupted(
     if runs != 1 or device == "cuda":  # what takes a graph's place runs while it is recorded
         assert [int(storage.lengths.max()) for storage in cache.storages] == [held] * 2
     with pytest.raises(ValueError, match=rf"Call crop\({8 - held}\) on the cache"):
-        generated(model, config, past_key_values=cache)
+        generated(model, config, **with_cache(cache))
     cache.crop(8 - held)
-    compare.assert_same(generated(model, config, past_key_values=cache), expected.cpu(), "sequences")
+    compare.assert_same(generated(model, config, **with_cache(cache)), expected.cpu(), "sequences")
 
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "behind"])
@@ -897,14 +896,14 @@ def test_a_first_step_that_ends_in_the_middle(model: Any, is_before: bool) -> No
     module = model.model.layers[1 if is_before else 0].self_attn
     handle = (module.register_forward_pre_hook if is_before else module.register_forward_hook)(end)
     with pytest.raises(KeyboardInterrupt):
-        generated(model, config, past_key_values=cache)
+        generated(model, config, **with_cache(cache))
     handle.remove()
     assert [storage.length for storage in cache.storages] == [10, 9]
     with pytest.raises(ValueError, match=r"Call crop\(-1\) on the cache"):
-        generated(model, config, past_key_values=cache)
+        generated(model, config, **with_cache(cache))
     assert [storage.length for storage in cache.storages] == [9, 9]
     cache.crop(-1)
-    compare.assert_same(generated(model, config, past_key_values=cache), expected.cpu(), "sequences")
+    compare.assert_same(generated(model, config, **with_cache(cache)), expected.cpu(), "sequences")
 
 
 @CUDA_ONLY
@@ -918,7 +917,7 @@ def test_a_step_is_one_graph() -> None:
             for _ in range(2):  # the first one captures
                 cache.reset()
                 with torch.profiler.profile(acc_events=True) as profile:
-                    greedy(model, left_padded(), new_tokens, past_key_values=cache, output_logits=False)
+                    greedy(model, left_padded(), new_tokens, **with_cache(cache), output_logits=False)
             launches.append(sum(event.count for event in profile.key_averages() if event.key == "cudaLaunchKernel"))
             graphs = sum(event.count for event in profile.key_averages() if event.key == "cudaGraphLaunch")
             assert graphs == new_tokens - 1

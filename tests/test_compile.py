@@ -21,6 +21,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.transforms import of_model
+from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def check_same_generation(model: Any, config: dict[str, Any], compiled: dict[str
 def test_generate_compiles_one_graph(preset: str) -> None:
     config = {"preset": preset, "max_cache_len": 32}
     output = check_same_generation(models.build("llama"), config, compiled_for("eager"))
-    assert not output.past_key_values.storages[0].tally.fallbacks
+    assert not cache_of(output).storages[0].tally.fallbacks
     check_one_graph()
 
 
@@ -78,7 +79,7 @@ def test_transforms_with_numbers_compile_one_graph() -> None:
     model = models.build("qwen2")
     of_model.set_smoothing(model, {index: torch.full((2, models.HEAD_DIM), 2.0) for index in range(2)})
     output = check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("aot_eager"))
-    transforms = [storage.key_transform.describe() for storage in output.past_key_values.storages]
+    transforms = [storage.key_transform.describe() for storage in cache_of(output).storages]
     assert transforms == ["center+smooth+rotate"] * 2
     check_one_graph()
 
@@ -123,7 +124,7 @@ def test_sliding_windows_compile_one_graph(family: str, preset: str, tokens: int
     options = {"inputs": left_padded(tokens=tokens, pads=(3, 0, 5)), "new_tokens": 12}
     config = {"preset": preset, "max_cache_len": 400, "residual_length": 0 if preset == "none" else 3}
     output = check_same_generation(model, config, compiled_for("eager"), **options)
-    assert output.past_key_values.storages[0].is_ring
+    assert cache_of(output).storages[0].is_ring
     check_one_graph()
 
 
@@ -157,7 +158,7 @@ def test_models_that_compute_attention_by_themselves_compile_one_graph(family: s
     if family == "bloom" and not hasattr(model, "create_masks_for_generate"):
         pytest.skip("this version of transformers has no static caches for BLOOM but its own")
     output = check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"))
-    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
     check_one_graph()
 
 
@@ -205,7 +206,7 @@ def test_chunked_prefill_is_compiled_too(config: dict[str, Any], pads: tuple[int
 
 
 def places(output: Any) -> list[int]:
-    return [tensor.data_ptr() for storage in output.past_key_values.storages for tensor in storage.step_tensors()]
+    return [tensor.data_ptr() for storage in cache_of(output).storages for tensor in storage.step_tensors()]
 
 
 def test_calls_of_other_lengths_reuse_graph_and_buffers() -> None:
@@ -247,7 +248,7 @@ def decode(step: Any, model: Any, cache: KVQuantCache, inputs: dict[str, Tensor]
     starts = (mask == 0).sum(1, keepdim=True)
     with torch.no_grad():
         first = (mask.cumsum(1) - 1).clamp(min=0)
-        token = model(**inputs, position_ids=first, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token = model(**inputs, position_ids=first, **with_cache(cache), use_cache=True).logits[:, -1:].argmax(-1)
         tokens = [token]
         for index in range(count):
             position = mask.shape[1] + index - starts
@@ -256,7 +257,7 @@ def decode(step: Any, model: Any, cache: KVQuantCache, inputs: dict[str, Tensor]
                 input_ids=token,
                 attention_mask=bounds.int().view(2, -1, 1, 1),
                 position_ids=position,
-                past_key_values=cache,
+                **with_cache(cache),
                 use_cache=True,
             ).logits[:, -1:].argmax(-1)  # fmt: skip
             tokens.append(token)
@@ -267,7 +268,7 @@ def test_a_compiled_forward_serves_every_cache_of_one_shape() -> None:
     model, inputs = models.build("llama"), left_padded()
     with patched(model, "int4"):
         config = {"preset": "int4", "max_cache_len": 32}
-        expected = greedy(model, inputs, 8, past_key_values=KVQuantCache(model.config, config)).sequences[:, -8:]
+        expected = greedy(model, inputs, 8, **with_cache(KVQuantCache(model.config, config))).sequences[:, -8:]
         step = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
         caches = [KVQuantCache(model.config, config) for _ in range(3)]
         for cache in caches:
@@ -287,7 +288,7 @@ def test_a_full_cache_in_a_compiled_loop() -> None:
         assert int(cache.get_seq_length()) == 64
         full = [layer.keys.clone() for layer in cache.layers]
         bounds = torch.zeros((2, 3, 1, 1), dtype=torch.int32)
-        token = {"input_ids": torch.ones((3, 1), dtype=torch.long), "attention_mask": bounds, "past_key_values": cache}
+        token = {"input_ids": torch.ones((3, 1), dtype=torch.long), "attention_mask": bounds, CACHE: cache}
         with torch.no_grad(), pytest.raises(REFUSED, match="`lengths` must be between 0 and the cache's capacity"):
             step(**token, position_ids=torch.full((3, 1), 64), use_cache=True)
         with torch.no_grad(), pytest.raises(ValueError, match="layer 0: `max_cache_len` must be at least 66"):
@@ -296,7 +297,7 @@ def test_a_full_cache_in_a_compiled_loop() -> None:
             compare.assert_same(layer.keys, expected, "keys of the full cache")
         cache.reset()
         expected = greedy(model, inputs, 4).sequences
-        compare.assert_same(greedy(model, inputs, 4, past_key_values=cache).sequences, expected, "tokens after a reset")
+        compare.assert_same(greedy(model, inputs, 4, **with_cache(cache)).sequences, expected, "tokens after a reset")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -311,10 +312,10 @@ def test_a_full_cache_in_a_compiled_loop_on_a_gpu() -> None:
         bounds = torch.zeros((2, 3, 1, 1), dtype=torch.int32, device="cuda")
         token = {"input_ids": torch.ones((3, 1), dtype=torch.long, device="cuda"), "attention_mask": bounds}
         position = torch.full((3, 1), 64, device="cuda")
-        assert step(**token, past_key_values=cache, position_ids=position, use_cache=True).logits.isnan().all()
+        assert step(**token, **with_cache(cache), position_ids=position, use_cache=True).logits.isnan().all()
         cache.reset()
         expected = greedy(model, inputs, 4).sequences
-        output = greedy(model, inputs, 4, past_key_values=cache, disable_compile=True)
+        output = greedy(model, inputs, 4, **with_cache(cache), disable_compile=True)
         compare.assert_same(output.sequences, expected, "tokens after a reset")
 
 
@@ -322,8 +323,8 @@ def test_the_host_reads_lengths_after_compiled_steps() -> None:
     """A compiled step advances the device's length only; cropping and looking ask for it again."""
     model, inputs = models.build("llama"), left_padded()
     with patched(model, {"preset": "int4", "max_cache_len": 32}):
-        cache = greedy(model, inputs, **compiled_for("eager")).past_key_values
-        eager = greedy(model, inputs).past_key_values
+        cache = cache_of(greedy(model, inputs, **compiled_for("eager")))
+        eager = cache_of(greedy(model, inputs))
     assert [storage.length for storage in cache.storages] == [14, 14]
     for each in (cache, eager):
         each.crop(-3)

@@ -29,6 +29,7 @@ from hf_kvquant.ops import planning
 from hf_kvquant.storage import buffers, dealing, offloading, rewind
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.lengths import Lengths
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 NUM_SLOTS = 33
 NEW_TOKENS = 5
@@ -86,7 +87,7 @@ def generated(
     defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
     with patched(model, config), Watch() as watch:
         output = model.generate(**placed, **{**defaults, **options})
-    return watch, output.sequences, output.past_key_values
+    return watch, output.sequences, cache_of(output)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_a_mask_decides_anew(model: Any) -> None:
         for tokens, pads, expected in ((9, (8, 0, 5), True), (60, (8, 0, 5), False), (61, (8, 0, 5), False)):
             mask = left_padded(tokens=tokens, pads=pads)["attention_mask"].to(model.device)
             new = torch.randint(3, 60, (3, tokens - cache.get_seq_length()), device=model.device)
-            model(new, attention_mask=mask, past_key_values=cache)
+            model(new, attention_mask=mask, **with_cache(cache))
             assert cache.notes.is_uneven is expected
         cache.notes.is_uneven = True
         cache.reset()

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import hf_kvquant
-from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.cli import parser
+from hf_kvquant.upstream.releases import HAS_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 # Run as well as read; the others are written for the site that includes them.

@@ -34,6 +34,7 @@ from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.generate import encoder_decoder
 from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache, croppable
 from hf_kvquant.models.probing import keys_of_a_token
+from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
 WIDTH = 2 * HEAD_DIM
 # The names of BART's config, which most of its relatives share. Encoder and decoder differ in their number of layers.
@@ -193,14 +194,14 @@ def test_presets_attend_to_what_the_reference_decodes(name: str, preset: str, de
     model, inputs = models.on(device, family(name)), inputs_of(family(name))
     cache = RecordingCache(model.config, preset)
     with patched(model, preset):
-        output = greedy(model, inputs, past_key_values=beside(model, cache))
+        output = greedy(model, inputs, **with_cache(beside(model, cache)))
     assert len(cache.storages) == 2
     assert (fallbacks(cache) == 0) == FAMILIES[name].is_served
     transforms = hf_kvquant.key_transforms(model, preset)
     assert {s.name for s in cache.storages if s.key_transform} == {f"layer {index}" for index in transforms}
     replayed = ReferenceCache(model.config, preset, cache.recorded, key_transforms=transforms)
     tokens = forced(output.sequences)
-    expected = greedy(model, inputs, past_key_values=beside(model, replayed), prefix_allowed_tokens_fn=tokens)
+    expected = greedy(model, inputs, **with_cache(beside(model, replayed)), prefix_allowed_tokens_fn=tokens)
     check_equal(output, expected)
     dense = logits(greedy(model, inputs))
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
@@ -241,9 +242,9 @@ def test_encoders_and_cross_attention_attend_as_before() -> None:
         output = greedy(model, inputs_of(model), output_hidden_states=True)
     dense = greedy(model, inputs_of(model), output_hidden_states=True)
     compare.assert_same(output.encoder_hidden_states[-1], dense.encoder_hidden_states[-1], "the encoder's states")
-    cross = output.past_key_values.cross_attention_cache
+    cross = cache_of(output).cross_attention_cache
     assert type(cross) is DynamicCache
-    expected = dense.past_key_values.cross_attention_cache
+    expected = cache_of(dense).cross_attention_cache
     compare.assert_same(cross.layers[0].keys, expected.layers[0].keys, "keys of cross-attention")
 
 
@@ -301,13 +302,13 @@ def test_generate_features(config: str, feature: str) -> None:
     model, options = family("bart"), FEATURES[feature]
     torch.manual_seed(5)
     reference = simulated(model, CONFIGS[config], mask=options.get("decoder_attention_mask"))
-    expected = greedy(model, inputs_of(model), past_key_values=reference, **options)
+    expected = greedy(model, inputs_of(model), **with_cache(reference), **options)
     torch.manual_seed(5)
     with patched(model, CONFIGS[config]):
         output = greedy(model, inputs_of(model), **options)
     check_equal(output, expected)
-    assert type(output.past_key_values) is KVQuantEncoderDecoderCache
-    assert fallbacks(output.past_key_values.self_attention_cache) == 0
+    assert type(cache_of(output)) is KVQuantEncoderDecoderCache
+    assert fallbacks(cache_of(output).self_attention_cache) == 0
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -317,11 +318,11 @@ def test_a_right_padded_prompt_falls_back(config: str) -> None:
         "decoder_input_ids": PROMPT["decoder_input_ids"][1:2].repeat(3, 1),
         "decoder_attention_mask": MASK.flip(1),
     }
-    expected = greedy(model, inputs_of(model), past_key_values=simulated(model, CONFIGS[config]), **prompt)
+    expected = greedy(model, inputs_of(model), **with_cache(simulated(model, CONFIGS[config])), **prompt)
     with patched(model, CONFIGS[config]):
         output = greedy(model, inputs_of(model), **prompt)
     check_equal(output, expected)
-    assert (fallbacks(output.past_key_values.self_attention_cache) > 0) == (config != "none")
+    assert (fallbacks(cache_of(output).self_attention_cache) > 0) == (config != "none")
 
 
 @pytest.mark.parametrize("how", ["lookup", "main", "both", "by_hand"])
@@ -339,13 +340,13 @@ def test_assisted_decoding_changes_no_token(config: str, how: str, monkeypatch: 
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if how == "lookup" else {"assistant_model": assistant}
     if how == "by_hand":
         length = 40 if config == "static" else None
-        options["past_key_values"] = beside(model, KVQuantCache(model.config, spelled, max_cache_len=length))
+        options[CACHE] = beside(model, KVQuantCache(model.config, spelled, max_cache_len=length))
     if how == "both":
         patch(assistant, spelled)
     crops: list[int] = []
     crop = EncoderDecoderCache.crop
     monkeypatch.setattr(EncoderDecoderCache, "crop", lambda self, tokens: (crops.append(tokens), crop(self, tokens))[1])
-    expected = greedy(model, inputs, 12, past_key_values=simulated(model, spelled))
+    expected = greedy(model, inputs, 12, **with_cache(simulated(model, spelled)))
     with patched(model, spelled):
         output = greedy(model, inputs, 12, **options)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
@@ -360,17 +361,17 @@ def test_a_second_turn_continues_on_the_returned_cache(config: str) -> None:
     new = torch.randint(3, 90, (3, 4))
 
     def chat(cache: Any) -> Any:
-        first = greedy(model, inputs, 4, past_key_values=cache, **PROMPT)
+        first = greedy(model, inputs, 4, **with_cache(cache), **PROMPT)
         ids = torch.cat((first.sequences, new), 1)
         mask = torch.cat((MASK, torch.ones((3, ids.shape[1] - MASK.shape[1]), dtype=torch.long)), 1)
         prompt = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
-        return greedy(model, inputs, 4, past_key_values=first.past_key_values, **prompt)
+        return greedy(model, inputs, 4, **with_cache(cache_of(first)), **prompt)
 
     expected = chat(simulated(model, spelled, mask=MASK))
     with patched(model, spelled):
         output = chat(None)
     check_equal(output, expected)
-    assert fallbacks(output.past_key_values.self_attention_cache) == 0
+    assert fallbacks(cache_of(output).self_attention_cache) == 0
 
 
 @pytest.fixture
@@ -383,7 +384,7 @@ def enabled() -> Iterator[None]:
 @pytest.mark.parametrize("through", ["patch", "enable"])
 def test_the_flag(through: str, request: pytest.FixtureRequest) -> None:
     model = build("bart")
-    expected = greedy(model, inputs_of(model), past_key_values=simulated(model, CONFIGS["first_layer"]))
+    expected = greedy(model, inputs_of(model), **with_cache(simulated(model, CONFIGS["first_layer"])))
     if through == "enable":
         request.getfixturevalue("enabled")
     else:
@@ -391,8 +392,8 @@ def test_the_flag(through: str, request: pytest.FixtureRequest) -> None:
     flag = {"backend": "hf_kvquant", **CONFIGS["first_layer"]}
     output = greedy(model, inputs_of(model), cache_implementation="quantized", cache_config=flag)
     check_equal(output, expected)
-    assert fallbacks(output.past_key_values.self_attention_cache) == 0
-    assert type(greedy(model, inputs_of(model), cache_implementation="dynamic").past_key_values) is EncoderDecoderCache
+    assert fallbacks(cache_of(output).self_attention_cache) == 0
+    assert type(cache_of(greedy(model, inputs_of(model), cache_implementation="dynamic"))) is EncoderDecoderCache
 
 
 def test_a_report_is_of_the_decoder() -> None:
@@ -400,7 +401,7 @@ def test_a_report_is_of_the_decoder() -> None:
         model = build(name)
         patch(model, "int8")
         output = greedy(model, inputs_of(model))
-        for found in (report(model), report(model, output.past_key_values)):
+        for found in (report(model), report(model, cache_of(output))):
             assert [layer.formats for layer in found.layers] == ["int8", "int8"]
             assert {reason for layer in found.layers for reason in layer.fallbacks} == reasons
 
@@ -417,7 +418,7 @@ def test_unpatch_restores_the_model() -> None:
             if name in ("t5gemma", "bert_to_bert"):
                 assert not is_ours(model.config.encoder._attn_implementation)
             twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-        assert type(greedy(twin, inputs_of(twin)).past_key_values) is KVQuantEncoderDecoderCache
+        assert type(cache_of(greedy(twin, inputs_of(twin)))) is KVQuantEncoderDecoderCache
 
 
 # --- the pair of caches -----------------------------------------------------------------------------------------------
@@ -426,7 +427,7 @@ def test_unpatch_restores_the_model() -> None:
 def filled(config: Any = "int4", **options: Any) -> KVQuantEncoderDecoderCache:
     model = family("bart")
     with patched(model, config):
-        cache: Any = greedy(model, inputs_of(model), **options).past_key_values
+        cache: Any = cache_of(greedy(model, inputs_of(model), **options))
     return copy.deepcopy(cache)
 
 
@@ -459,10 +460,10 @@ def test_a_pair_made_by_hand_sees_what_generate_does_with_it() -> None:
     model = family("bart")
     given = beside(model, KVQuantCache(model.config, "int8"))
     with patched(model, "int8"):
-        output = greedy(model, inputs_of(model), past_key_values=given)
-    assert given.get_seq_length() == output.past_key_values.get_seq_length() == 6
-    assert given.is_updated is output.past_key_values.is_updated and given.is_updated[1]
-    assert croppable(output.past_key_values) is output.past_key_values
+        output = greedy(model, inputs_of(model), **with_cache(given))
+    assert given.get_seq_length() == cache_of(output).get_seq_length() == 6
+    assert given.is_updated is cache_of(output).is_updated and given.is_updated[1]
+    assert croppable(cache_of(output)) is cache_of(output)
 
 
 # --- compiled steps ---------------------------------------------------------------------------------------------------
@@ -552,7 +553,7 @@ def test_whispers_own_generate(call: str, config: str, monkeypatch: pytest.Monke
         return model.generate(**arguments, monitor_progress=count)
 
     def prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
-        model_kwargs["past_key_values"] = simulated(model, CONFIGS[config])
+        model_kwargs[CACHE] = simulated(model, CONFIGS[config])
 
     with monkeypatch.context() as context:
         context.setattr(type(model), "_prepare_cache_for_generation", prepare)
@@ -565,7 +566,7 @@ def test_whisper_returns_a_cache_of_transformers() -> None:
     """It cuts the cache into sequences, and makes a dense one of them."""
     model = family("whisper")
     with patched(model, "int8"):
-        cache = greedy(model, inputs_of(model)).past_key_values
+        cache = cache_of(greedy(model, inputs_of(model)))
     assert type(cache) is EncoderDecoderCache and type(cache.self_attention_cache) is DynamicCache
 
 
@@ -579,7 +580,7 @@ def test_whisper_decodes_from_codes_after_token_timestamps() -> None:
         times = model.generate(features, return_token_timestamps=True, cache_implementation="dynamic")
         assert "token_timestamps" in times
         caches: list[Any] = []
-        model.register_forward_hook(lambda *_: caches.append(_[-1].past_key_values))
+        model.register_forward_hook(lambda *_: caches.append(cache_of(_[-1])))
         compare.assert_same(model.generate(features), expected, "tokens")
         assert fallbacks(caches[-1].self_attention_cache) == 0
 
@@ -601,12 +602,12 @@ def test_a_static_cache_for_attention_outside_the_registry_is_refused() -> None:
 
 
 def alone(model: Any) -> dict[str, Any]:
-    return {"past_key_values": KVQuantCache(model.config, "int8")}
+    return {CACHE: KVQuantCache(model.config, "int8")}
 
 
 def pair(model: Any, **options: Any) -> dict[str, Any]:
     config = {"preset": "int8", **options}
-    return {"past_key_values": beside(model, KVQuantCache(model.config, config))}
+    return {CACHE: beside(model, KVQuantCache(model.config, config))}
 
 
 CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], type[Exception], str]] = {
@@ -625,7 +626,7 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], type[Exception], str]] =
     "cache_alone": (
         alone,
         ValueError,
-        "generate: `past_key_values` must be an EncoderDecoderCache for BartForConditionalGeneration, got "
+        f"generate: `{CACHE}` must be an EncoderDecoderCache for BartForConditionalGeneration, got "
         "KVQuantCache: keys of cross-attention would be taken for the decoder's own. Pass "
         "EncoderDecoderCache(KVQuantCache(...), DynamicCache(config=model.config)), or nothing.",
     ),
@@ -678,14 +679,14 @@ def test_a_decoder_with_an_encoders_states_needs_a_pair() -> None:
     message = (
         "generate: GPT2LMHeadModel was given an encoder's states, and would keep the keys of cross-attention among the "
         "decoder's own. Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache(config=model.config)) as "
-        "past_key_values, or unpatch the model."
+        f"{CACHE}, or unpatch the model."
     )
-    expected = greedy(model, inputs, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    expected = greedy(model, inputs, **with_cache(EncoderDecoderCache(DynamicCache(), DynamicCache())))
     with patched(model, "none"):
         for given in (None, KVQuantCache(model.config, "none")):
             with pytest.raises(NotImplementedError, match=re.escape(message)):
-                greedy(model, inputs, past_key_values=given)
-        output = greedy(model, inputs, past_key_values=beside(model, KVQuantCache(model.config, "none")))
+                greedy(model, inputs, **with_cache(given))
+        output = greedy(model, inputs, **with_cache(beside(model, KVQuantCache(model.config, "none"))))
     compare.assert_same(logits(output), logits(expected), "logits")
 
 

@@ -16,11 +16,11 @@ from lm_eval.api.instance import Instance
 from test_eval_tasks import CONTEXT, FLOAT_NOISE, differences, requests, text, tokenizer
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.evaluation.errors import NothingRead
 from hf_kvquant.evaluation.tasks import pages
 from hf_kvquant.evaluation.tasks.lm_eval_model import CannotScore, KVQuantLM
 from hf_kvquant.patching import patched
+from hf_kvquant.upstream.releases import HAS_PAGES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # lm-eval says so of every model that is handed to it

@@ -21,6 +21,7 @@ from hf_kvquant.evaluation.long_context.measure import SUMMARY, Cell, Scores, as
 from hf_kvquant.evaluation.long_context.prompts import Prompt, Writer
 from hf_kvquant.evaluation.measuring.pairs import DEQUANTIZED
 from hf_kvquant.evaluation.records import RunRecord
+from hf_kvquant.upstream.releases import with_cache
 
 CONTEXT = 512
 
@@ -59,7 +60,7 @@ def test_none_is_the_dynamic_cache() -> None:
         torch.stack([getattr(prompt, part) for prompt in prompts]) for part in ("context", "question", "answer")
     )
     with torch.inference_mode():
-        model(context, past_key_values=cache)
+        model(context, **with_cache(cache))
         correct, log_likelihood = ask(model, question, answer, cache)
         whole = model(torch.cat((context, question, answer), dim=1)).logits.log_softmax(-1)
     assert results["none"].correct == correct.tolist()

@@ -25,6 +25,7 @@ from test_capture import Recorded
 
 from hf_kvquant import PRESETS, KVQuantCache
 from hf_kvquant.graphs import capture
+from hf_kvquant.upstream.releases import CACHE
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = """
@@ -481,7 +482,7 @@ def test_generate_refuses_a_fallback(
 ) -> None:
     @contextlib.contextmanager
     def unpatched(model: Any, capacity: int) -> Iterator[Any]:
-        yield lambda: {"past_key_values": KVQuantCache(model.config, "int8")}
+        yield lambda: {CACHE: KVQuantCache(model.config, "int8")}
 
     monkeypatch.setitem(generating.SYSTEMS, "unpatched", unpatched)
     words = ("--cases", "1x8", "--systems", "unpatched")

@@ -40,6 +40,7 @@ from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.spec import reference
 from hf_kvquant.storage.tally import _log_fallback
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 QUANTIZED = [preset for preset in PRESETS if preset != "none"]
 
@@ -57,7 +58,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str) -> None:
     model, expected = models.family(family), unquantized(family)
     with patched(model, "none"):
         output = greedy(model, left_padded())
-    assert isinstance(output.past_key_values, KVQuantCache)
+    assert isinstance(cache_of(output), KVQuantCache)
     compare.assert_same(output.sequences, expected.sequences, f"{family}, tokens")
     compare.assert_same(logits(output), logits(expected), f"{family}, logits")
 
@@ -138,7 +139,7 @@ def test_long_chunks_over_codes() -> None:
     """Chunks of several queries, each over what came before it."""
     inputs = left_padded(batch=2, tokens=40, pads=(11, 0))
     model = models.llama(num_hidden_layers=1)
-    output = greedy(model, inputs, prefill_chunk_size=7, past_key_values=ReferenceCache(model.config, "int4"))
+    output = greedy(model, inputs, prefill_chunk_size=7, **with_cache(ReferenceCache(model.config, "int4")))
     with patched(model, "int4"):
         ours = greedy(model, inputs, prefill_chunk_size=7)
     bound = tolerances.model_bound(logits(output), logits(output), torch.float32)
@@ -174,14 +175,14 @@ def test_generate_features(config: Any, feature: str) -> None:
     model, inputs, options = models.llama(), left_padded(), FEATURES[feature]
     torch.manual_seed(5)
     simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
-    expected = greedy(model, inputs, past_key_values=simulated, **options)
+    expected = greedy(model, inputs, **with_cache(simulated), **options)
     torch.manual_seed(5)
     with patched(model, config):
         output = greedy(model, inputs, **options)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
 
 
 def test_every_beam_keeps_the_keys_of_its_own_tokens() -> None:
@@ -202,7 +203,7 @@ def test_every_beam_keeps_the_keys_of_its_own_tokens() -> None:
 def test_prompt_lookup(config: str) -> None:
     model = models.llama()
     prompt = torch.tensor([[5, 9, 5, 9, 5, 9, 7, 5, 9]])
-    expected = greedy(model, {"input_ids": prompt}, past_key_values=ReferenceCache(model.config, CONFIGS[config]))
+    expected = greedy(model, {"input_ids": prompt}, **with_cache(ReferenceCache(model.config, CONFIGS[config])))
     with patched(model, CONFIGS[config]):
         output = greedy(model, {"input_ids": prompt}, prompt_lookup_num_tokens=3)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
@@ -225,7 +226,7 @@ def test_assisted_decoding_changes_no_token(config: str, which: str, monkeypatch
         KVQuantCache, "crop", lambda self, tokens: (crops.append(tokens), Cache.crop(self, tokens))[1], raising=False
     )
     default = "none" if which == "assistant" else CONFIGS[config]
-    expected = greedy(model, inputs, 12, past_key_values=ReferenceCache(model.config, default))
+    expected = greedy(model, inputs, 12, **with_cache(ReferenceCache(model.config, default)))
     if which != "assistant":
         hf_kvquant.patch(model, CONFIGS[config])
     if which != "main":
@@ -243,11 +244,11 @@ def test_assisted_decoding_changes_no_token(config: str, which: str, monkeypatch
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_model_may_assist_itself_by_its_first_layers(family: str, config: str) -> None:
     model, inputs = models.family(family), left_padded(batch=1, pads=(0,))
-    expected = greedy(model, inputs, 12, past_key_values=ReferenceCache(model.config, CONFIGS[config]))
+    expected = greedy(model, inputs, 12, **with_cache(ReferenceCache(model.config, CONFIGS[config])))
     with patched(model, CONFIGS[config]):
         output = greedy(model, inputs, 12, assistant_early_exit=1)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
-    assert len(output.past_key_values.layers) == model.config.num_hidden_layers == 2
+    assert len(cache_of(output).layers) == model.config.num_hidden_layers == 2
 
 
 # --- one cache, several calls -----------------------------------------------------------------------------------------
@@ -271,11 +272,11 @@ def test_chat_continues_on_the_returned_cache(config: str, num_new: int) -> None
     new = torch.randint(3, 90, (3, num_new))
 
     def chat(cache: Any) -> list[Any]:
-        first = greedy(model, inputs, 4, past_key_values=cache)
+        first = greedy(model, inputs, 4, **with_cache(cache))
         second_inputs = continued(inputs, first, new)
-        second = greedy(model, second_inputs, 4, past_key_values=first.past_key_values)
+        second = greedy(model, second_inputs, 4, **with_cache(cache_of(first)))
         third_inputs = continued(second_inputs, second, new)
-        return [second, greedy(model, third_inputs, 4, past_key_values=second.past_key_values)]
+        return [second, greedy(model, third_inputs, 4, **with_cache(cache_of(second)))]
 
     expected = chat(ReferenceCache(model.config, spelled))
     with patched(model, spelled):
@@ -284,7 +285,7 @@ def test_chat_continues_on_the_returned_cache(config: str, num_new: int) -> None
         compare.assert_same(output.sequences, dense.sequences, "tokens")
         bound = tolerances.model_bound(logits(dense), logits(dense), torch.float32)
         compare.assert_close(logits(output), logits(dense), bound, "logits")
-        assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
+        assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -297,8 +298,8 @@ def test_masks_with_holes_fall_back_to_dense_tensors(config: str) -> None:
     new_mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])  # right padding, and tokens behind it
 
     def chat(cache: Any) -> Any:
-        first = greedy(model, inputs, 4, past_key_values=cache)
-        return greedy(model, continued(inputs, first, new, new_mask), 4, past_key_values=first.past_key_values)
+        first = greedy(model, inputs, 4, **with_cache(cache))
+        return greedy(model, continued(inputs, first, new, new_mask), 4, **with_cache(cache_of(first)))
 
     expected = chat(ReferenceCache(model.config, spelled))
     with patched(model, spelled):
@@ -306,12 +307,12 @@ def test_masks_with_holes_fall_back_to_dense_tensors(config: str) -> None:
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    for storage in output.past_key_values.storages:
+    for storage in cache_of(output).storages:
         assert sum(storage.tally.fallbacks.values()) == (4 if storage.is_quantized else 0)
-    output.past_key_values.reset()
+    cache_of(output).reset()
     with patched(model, spelled):
-        fresh = greedy(model, inputs, 4, past_key_values=output.past_key_values)
-    for storage in fresh.past_key_values.storages:
+        fresh = greedy(model, inputs, 4, **with_cache(cache_of(output)))
+    for storage in cache_of(fresh).storages:
         assert sum(storage.tally.fallbacks.values()) == (4 if storage.is_quantized else 0), "a reset forgets the holes"
 
 
@@ -319,11 +320,11 @@ def test_a_right_padded_prompt_falls_back() -> None:
     model, inputs = models.llama(), left_padded()
     inputs = {name: value.flip(1) for name, value in inputs.items()}
     config = CONFIGS["first_layer"]
-    expected = greedy(model, inputs, past_key_values=ReferenceCache(model.config, config))
+    expected = greedy(model, inputs, **with_cache(ReferenceCache(model.config, config)))
     with patched(model, config):
         output = greedy(model, inputs)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
-    assert sum(output.past_key_values.storages[0].tally.fallbacks.values()) == 5
+    assert sum(cache_of(output).storages[0].tally.fallbacks.values()) == 5
 
 
 @pytest.mark.parametrize("config", ["none", "first_layer", "last_layer"])
@@ -335,22 +336,22 @@ def test_a_shared_prefix_is_repeated(config: str) -> None:
 
     def run(cache: Any) -> Any:
         with torch.no_grad():
-            model(input_ids=prefix, past_key_values=cache)
+            model(input_ids=prefix, **with_cache(cache))
         cache.batch_repeat_interleave(3)
-        return greedy(model, inputs, past_key_values=cache)
+        return greedy(model, inputs, **with_cache(cache))
 
     expected = run(ReferenceCache(model.config, CONFIGS[config]))
     with patched(model, CONFIGS[config]):
         output = run(KVQuantCache(model.config, CONFIGS[config]))
     compare.assert_same(output.sequences, expected.sequences, "tokens")
-    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
 
 
 # --- what is not ours -------------------------------------------------------------------------------------------------
 
 
 def check_unchanged(output: Any, expected: Any) -> None:
-    assert type(output.past_key_values) is type(expected.past_key_values)
+    assert type(cache_of(output)) is type(cache_of(expected))
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     compare.assert_same(logits(output), logits(expected), "logits")
 
@@ -367,11 +368,11 @@ def test_other_cache_implementations_stay_what_they_are(family: str, implementat
 @pytest.mark.parametrize("make", [DynamicCache, functools.partial(StaticCache, max_cache_len=40)], ids=str)
 def test_a_cache_of_the_user_stays_what_it_is(make: Any) -> None:
     model, inputs = models.llama(), left_padded()
-    expected = greedy(model, inputs, past_key_values=make(config=model.config), prefill_chunk_size=5)
+    expected = greedy(model, inputs, **with_cache(make(config=model.config)), prefill_chunk_size=5)
     with patched(model, "int4"):
         mine = make(config=model.config)
-        output = greedy(model, inputs, past_key_values=mine, prefill_chunk_size=5)
-    assert output.past_key_values is mine
+        output = greedy(model, inputs, **with_cache(mine), prefill_chunk_size=5)
+    assert cache_of(output) is mine
     check_unchanged(output, expected)
 
 
@@ -380,7 +381,7 @@ def test_without_a_cache_nothing_changes() -> None:
     expected = greedy(model, inputs, use_cache=False)
     with patched(model, "int4"):
         output = greedy(model, inputs, use_cache=False)
-    assert output.past_key_values is None
+    assert cache_of(output) is None
     check_unchanged(output, expected)
 
 
@@ -416,9 +417,9 @@ def test_the_flag_names_another_preset_than_patch_did() -> None:
     with patched(model, "fp8"):
         for _ in range(2):  # the same dictionary twice: it is not consumed
             output = greedy(model, inputs, **options)
-            assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+            assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4")
             compare.assert_same(logits(output), logits(expected), "logits")
-        assert greedy(model, inputs).past_key_values.quant_config == KVQuantConfig.from_preset("fp8")
+        assert cache_of(greedy(model, inputs)).quant_config == KVQuantConfig.from_preset("fp8")
     assert options == before
 
 
@@ -426,7 +427,7 @@ def test_the_flag_without_options_means_what_patch_said() -> None:
     model = models.llama()
     with patched(model, "int4"):
         output = greedy(model, left_padded(), **flag())
-    assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+    assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4")
 
 
 def test_the_flag_survives_a_saved_generation_config(tmp_path: Any) -> None:
@@ -437,14 +438,14 @@ def test_the_flag_survives_a_saved_generation_config(tmp_path: Any) -> None:
     loaded = GenerationConfig.from_pretrained(tmp_path)
     with patched(model, "none"):
         output = model.generate(**inputs, generation_config=loaded, return_dict_in_generate=True)
-    assert output.past_key_values.quant_config == config
+    assert cache_of(output).quant_config == config
 
 
 def test_the_flag_speaks_the_words_of_transformers() -> None:
     model = models.llama()
     with patched(model, "none"):
         output = greedy(model, left_padded(), **flag(nbits=4, q_group_size=32))
-    assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int4-g32")
+    assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4-g32")
 
 
 def test_the_flag_with_another_backend_is_left_to_transformers() -> None:
@@ -512,9 +513,9 @@ def test_a_mask_of_four_dimensions() -> None:
 
     def run(cache: Any) -> Tensor:
         with torch.no_grad():
-            model(input_ids=first, past_key_values=cache)
+            model(input_ids=first, **with_cache(cache))
             return model(
-                input_ids=second, attention_mask=visible, position_ids=torch.arange(6, 9)[None], past_key_values=cache
+                input_ids=second, attention_mask=visible, position_ids=torch.arange(6, 9)[None], **with_cache(cache)
             ).logits
 
     expected = run(ReferenceCache(model.config, config))
@@ -529,12 +530,12 @@ def test_logits_to_keep() -> None:
     model, inputs = models.llama(), left_padded()
     cache = KVQuantCache(model.config, "int4")
     with torch.no_grad(), patched(model, "int4"):
-        model(**inputs, past_key_values=cache)
+        model(**inputs, **with_cache(cache))
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
         again = copy.deepcopy(cache)
         tokens = torch.randint(3, 90, (3, 4))
-        last = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
-        every = model(input_ids=tokens, attention_mask=mask, past_key_values=again).logits
+        last = model(input_ids=tokens, attention_mask=mask, **with_cache(cache), logits_to_keep=1).logits
+        every = model(input_ids=tokens, attention_mask=mask, **with_cache(again)).logits
     assert last.shape[1] == 1
     compare.assert_close(last, every[:, -1:], tolerances.model_bound(every, every, torch.float32), "last logits")
 
@@ -544,8 +545,8 @@ def test_a_cache_passed_by_hand_is_the_one_that_patch_makes() -> None:
     cache = KVQuantCache(model.config, "int4")
     with patched(model, "int4"):
         expected = greedy(model, inputs)
-        output = greedy(model, inputs, past_key_values=cache)
-    assert output.past_key_values is cache
+        output = greedy(model, inputs, **with_cache(cache))
+    assert cache_of(output) is cache
     compare.assert_same(logits(output), logits(expected), "logits")
 
 
@@ -555,11 +556,11 @@ def test_a_cache_passed_to_an_unpatched_model_falls_back(config: str, caplog: py
     spelled = CONFIGS[config]
     if config == "static":
         spelled = {**spelled, "max_cache_len": 40}
-    expected = greedy(model, inputs, past_key_values=ReferenceCache(model.config, spelled))
+    expected = greedy(model, inputs, **with_cache(ReferenceCache(model.config, spelled)))
     _log_fallback.cache_clear()
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
-        output = greedy(model, inputs, past_key_values=KVQuantCache(model.config, spelled))
-        greedy(model, inputs, past_key_values=KVQuantCache(model.config, spelled))
+        output = greedy(model, inputs, **with_cache(KVQuantCache(model.config, spelled)))
+        greedy(model, inputs, **with_cache(KVQuantCache(model.config, spelled)))
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
@@ -578,7 +579,7 @@ def test_the_decoder_of_an_encoder_decoder(preset: str) -> None:
 
     def run(own: Any) -> Any:
         cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
-        return greedy(model, inputs, past_key_values=cache, decoder_start_token_id=models.BOS)
+        return greedy(model, inputs, **with_cache(cache), decoder_start_token_id=models.BOS)
 
     expected = run(ReferenceCache(model.config, preset))
     output = run(KVQuantCache(model.config, preset))
@@ -603,8 +604,8 @@ def test_layers_that_are_not_full_attention_stay_with_transformers(family: str, 
     expected = greedy(model, inputs, 12, cache_implementation="static" if static else "dynamic")
     with patched(model, {"preset": "none", "static": static, "sliding": False}):
         output = greedy(model, inputs, 12)
-    kinds = [type(layer) for layer in output.past_key_values.layers]
-    assert kinds == [type(expected.past_key_values.layers[0]), KVQuantLayer]
+    kinds = [type(layer) for layer in cache_of(output).layers]
+    assert kinds == [type(cache_of(expected).layers[0]), KVQuantLayer]
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
@@ -615,7 +616,7 @@ def test_layers_that_share_keys_and_values_append_once(family: str) -> None:
     model, inputs = models.family(family), left_padded()
     cache = RecordingCache(model.config, "int4")
     with patched(model, "int4"):
-        output = greedy(model, inputs, past_key_values=cache)
+        output = greedy(model, inputs, **with_cache(cache))
     (layer,) = (layer for layer in cache.layers if type(layer) is KVQuantLayer)
     index = cache.layers.index(layer)
     given = [torch.cat(sides, 2) for sides in zip(*cache.recorded[index], strict=True)]

@@ -22,6 +22,7 @@ import hf_kvquant
 from hf_kvquant import KVQuantCache, patch, patched
 from hf_kvquant.cache.layers import KVQuantHybridLayer
 from hf_kvquant.evaluation.measuring.simulation import simulated_cache, why_not_simulated
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 FAMILIES = ["falcon_h1", "zamba2"]
 
@@ -39,7 +40,7 @@ def first_of(cache: Any) -> Any:
 def filled(model: Any, config: Any = "int4", **options: Any) -> KVQuantCache:
     cache = KVQuantCache(model.config, config, **options)
     with patched(model, config):
-        greedy(model, left_padded(), 4, past_key_values=cache)
+        greedy(model, left_padded(), 4, **with_cache(cache))
     return cache
 
 
@@ -65,7 +66,7 @@ def test_static_caches_are_those_of_transformers(model: Any) -> None:
     with patched(model, {"preset": "none", "static": True}):
         output = greedy(model, left_padded(), **options)
     compare.assert_same(output.sequences, expected.sequences.cpu(), "tokens")
-    assert first_of(output.past_key_values).is_compileable
+    assert first_of(cache_of(output)).is_compileable
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
@@ -76,15 +77,15 @@ def test_static_caches_give_the_logits_of_growing_ones(model: Any, preset: str) 
         output = greedy(model, left_padded(), disable_compile=True)
     # A GPU splits a sequence by the capacity of its buffers, and so sums in another order.
     compare.assert_close(logits(output), expected, tolerances.model_bound(expected, expected, torch.float32), "logits")
-    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
 
 
 def test_a_chat_goes_on_with_its_cache(model: Any) -> None:
     def both_turns(cache: Any) -> Any:
-        first = greedy(model, left_padded(), 4, past_key_values=cache).sequences
+        first = greedy(model, left_padded(), 4, **with_cache(cache)).sequences
         ids = torch.cat((first, first[:, :3]), dim=1).cpu()
         mask = torch.cat((left_padded()["attention_mask"], torch.ones(3, 7, dtype=torch.int64)), dim=1)
-        return greedy(model, {"input_ids": ids, "attention_mask": mask}, 4, past_key_values=cache).sequences
+        return greedy(model, {"input_ids": ids, "attention_mask": mask}, 4, **with_cache(cache)).sequences
 
     expected = both_turns(DynamicCache(config=model.config))
     with patched(model, "none"):
@@ -97,7 +98,7 @@ def test_a_cache_that_was_reset_serves_again(model: Any) -> None:
     assert cache.get_seq_length() == 0 and not any(first_of(cache).has_previous_state.values())
     with patched(model, "int4"):
         expected = greedy(model, left_padded(), 4).sequences
-        compare.assert_same(greedy(model, left_padded(), 4, past_key_values=cache).sequences, expected.cpu(), "tokens")
+        compare.assert_same(greedy(model, left_padded(), 4, **with_cache(cache)).sequences, expected.cpu(), "tokens")
 
 
 def test_the_batch_of_states_is_that_of_the_codes(model: Any) -> None:
@@ -125,7 +126,7 @@ def test_copies_go_on_alike(model: Any) -> None:
     mask = torch.cat((left_padded()["attention_mask"], torch.ones(3, 4, dtype=torch.int64)), dim=1).to(model.device)
     with patched(model, "int4"), torch.no_grad():
         expected, *others = (
-            model(ids, attention_mask=mask, past_key_values=each).logits
+            model(ids, attention_mask=mask, **with_cache(each)).logits
             for each in (copy.deepcopy(cache), through_pickle(cache), cache)
         )
     for other in others:
@@ -204,4 +205,4 @@ def test_keys_have_centers_where_they_have_biases() -> None:
     assert all(transforms[index].center is not None for index in range(2))
     with patched(model, "int8"):
         output = greedy(model, left_padded(), 3)
-    assert first_of(output.past_key_values).storage.key_transform.center is not None
+    assert first_of(cache_of(output)).storage.key_transform.center is not None

@@ -33,6 +33,7 @@ from hf_kvquant.spec.planes import Planes
 from hf_kvquant.storage import buffers, offloading, rewind, saved
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.offloading import Offloaded, Offloader
+from hf_kvquant.upstream.releases import cache_of
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_LAYERS, BATCH, HEAD_DIM = 5, 3, models.HEAD_DIM
@@ -124,7 +125,7 @@ def test_generate_gives_the_same_bits(name: str, device: str) -> None:
     expected, output = outputs
     compare.assert_same(output.sequences, expected.sequences.cpu(), "tokens")
     compare.assert_same(logits(output), logits(expected), "logits")
-    check_same_tokens(output.past_key_values, expected.past_key_values, "after generate")
+    check_same_tokens(cache_of(output), cache_of(expected), "after generate")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -145,7 +146,7 @@ def test_generate_in_other_ways(preset: str, way: str, device: str) -> None:
         flag = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", **config}}
         with patched(model, "int8" if way == "the flag" else config):
             outputs.append(greedy(model, inputs, 8, **(flag if way == "the flag" else OPTIONS[way])))
-    assert all(storage.is_offloaded for storage in outputs[1].past_key_values.storages)
+    assert all(storage.is_offloaded for storage in cache_of(outputs[1]).storages)
     compare.assert_same(outputs[1].sequences, outputs[0].sequences.cpu(), "tokens")
 
 
@@ -455,7 +456,7 @@ def test_saved_and_loaded(name: str, device: str, tmp_path: Path) -> None:
     """With or without offloading: where codes are kept is no part of what they are."""
     model, config = small_model(device), CONFIGS[name]
     with patched(model, {**config, "offloading": True}):
-        cache = greedy(model, left_padded(tokens=131), 4).past_key_values
+        cache = cache_of(greedy(model, left_padded(tokens=131), 4))
     cache.save(tmp_path / "cache", model)
     for away in (False, True):
         wanted = KVQuantConfig.from_dict({**config, "offloading": away})

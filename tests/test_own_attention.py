@@ -23,6 +23,7 @@ from torch import Tensor
 import hf_kvquant
 from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.attention import unregistered as own_attention
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]
 # The keys of the first layer depend on the tokens alone, so that they are the same in two runs to the last bit.
@@ -38,7 +39,7 @@ def overridden(model: Any) -> list[str]:
 
 
 def fallbacks(output: Any) -> int:
-    return sum(sum(storage.tally.fallbacks.values()) for storage in output.past_key_values.storages)
+    return sum(sum(storage.tally.fallbacks.values()) for storage in cache_of(output).storages)
 
 
 def check(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
@@ -50,7 +51,7 @@ def check(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
     transforms = hf_kvquant.key_transforms(model, FIRST_LAYER)  # of BLOOM, whose keys have a bias
     reference = ReferenceCache(model.config, FIRST_LAYER, mask=inputs["attention_mask"], key_transforms=transforms)
     torch.manual_seed(5)
-    expected = greedy(model, inputs, past_key_values=reference, **options)
+    expected = greedy(model, inputs, **with_cache(reference), **options)
     torch.manual_seed(5)
     with patched(model, FIRST_LAYER):
         output = greedy(model, inputs, **options)
@@ -83,7 +84,7 @@ def test_static_caches(family: str) -> None:
     with patched(model, config):
         output = greedy(model, inputs)
     compare.assert_same(logits(output), logits(expected), "logits")
-    assert output.past_key_values.is_compileable and fallbacks(output) == 0
+    assert cache_of(output).is_compileable and fallbacks(output) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -143,7 +144,7 @@ def test_prompt_lookup_crops(family: str) -> None:
     model = models.family(family)
     transforms = hf_kvquant.key_transforms(model, FIRST_LAYER)
     reference = ReferenceCache(model.config, FIRST_LAYER, key_transforms=transforms)
-    expected = greedy(model, inputs, past_key_values=reference)
+    expected = greedy(model, inputs, **with_cache(reference))
     with patched(model, FIRST_LAYER):
         output = greedy(model, inputs, prompt_lookup_num_tokens=3)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
@@ -164,11 +165,11 @@ def test_training_and_attention_weights_fall_back() -> None:
     model, ids = build("gptj"), torch.randint(3, 90, (1, 6))
     with patched(model, "int8"), torch.no_grad():
         cache = KVQuantCache(model.config, "int8")
-        model(ids, past_key_values=cache)
-        weights = model(ids[:, :1], past_key_values=cache, output_attentions=True).attentions
+        model(ids, **with_cache(cache))
+        weights = model(ids[:, :1], **with_cache(cache), output_attentions=True).attentions
         assert weights[0].shape == (1, 4, 1, 7)
         model.train()
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **with_cache(cache))
     assert [sum(storage.tally.fallbacks.values()) for storage in cache.storages] == [2, 2]
 
 
@@ -227,7 +228,7 @@ def test_what_we_do_not_know_falls_back(
         assert module.__dict__ == before
         output = greedy(model, left_padded())
     assert module.__dict__ == before
-    assert [bool(storage.tally.fallbacks) for storage in output.past_key_values.storages] == [
+    assert [bool(storage.tally.fallbacks) for storage in cache_of(output).storages] == [
         True,
         case != "overridden",
     ]
@@ -254,4 +255,4 @@ def test_the_flag_of_generate() -> None:
     finally:
         hf_kvquant.disable()
         own_attention.unpatch(model)
-    assert isinstance(output.past_key_values, KVQuantCache) and fallbacks(output) == 0
+    assert isinstance(cache_of(output), KVQuantCache) and fallbacks(output) == 0

@@ -25,6 +25,7 @@ from hf_kvquant.evaluation.perplexity import gate
 from hf_kvquant.patching import patched
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.tally import causal_pairs
+from hf_kvquant.upstream.releases import with_cache
 
 TOKENS = 23
 SHARING = ["gemma3n_text", "gemma4_text"]
@@ -76,10 +77,10 @@ def test_batches_and_padding_count(family: str) -> None:
     mask[1, :4] = 0
     cache = KVQuantCache(model.config, "int8")
     with patched(model, "none"), torch.inference_mode(), PairCounter() as seen:
-        model(text[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
+        model(text[:, :9], attention_mask=mask[:, :9], **with_cache(cache))
         assert pairs_of(cache) == 0
         count_pairs(cache)
-        model(text[:, 9:], attention_mask=mask, past_key_values=cache)
+        model(text[:, 9:], attention_mask=mask, **with_cache(cache))
     assert pairs_of(cache) == seen.pairs == 3 * expected_pairs(model, cache, TOKENS, 9)
 
 
@@ -92,8 +93,8 @@ def test_every_layer_that_falls_back_counts(family: str) -> None:
     cache = KVQuantCache(model.config, "int8")
     count_pairs(cache)
     with patched(model, "none"), torch.inference_mode():
-        model(text[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
-        model(text[:, 9:], attention_mask=mask, past_key_values=cache)
+        model(text[:, :9], attention_mask=mask[:, :9], **with_cache(cache))
+        model(text[:, 9:], attention_mask=mask, **with_cache(cache))
     assert pairs_of(cache) == 0
     assert cache.pairs_dequantized == expected_pairs(model, cache, TOKENS, 9) > 0
 
@@ -102,7 +103,7 @@ def test_nothing_is_counted_that_nobody_asked_for() -> None:
     model, cache = models.llama(), KVQuantCache(models.llama().config, "int8")
     with patched(model, "none"), torch.inference_mode():
         for chunk in ids().split(9, dim=1):
-            model(chunk, past_key_values=cache)
+            model(chunk, **with_cache(cache))
     assert [storage.tally.pairs_read for storage in cache.storages] == [None, None] and pairs_of(cache) == 0
 
 

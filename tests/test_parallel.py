@@ -33,9 +33,9 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.graphs import capture
 from hf_kvquant.transforms import of_model
+from hf_kvquant.upstream.releases import HAS_PAGES, cache_of
 
 NEW_TOKENS = 8
 NUM_HEADS = 4
@@ -104,7 +104,7 @@ def check_tokens(whole: Any, sharded: Any, config: Any, num_heads: int) -> list[
         with hf_kvquant.patched(model, config):
             results.append(models.greedy(model, models.left_padded(), NEW_TOKENS))
     assert results[0].sequences.tolist() == results[1].sequences.tolist()
-    storages = results[1].past_key_values.storages
+    storages = cache_of(results[1]).storages
     assert storages and all(storage.shape[1] == num_heads for storage in storages)
     for storage in storages:
         assert storage.planes[0].codes.shape[1] == storage.planes[1].codes.shape[1] == num_heads

@@ -35,6 +35,7 @@ import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.generate import encoder_decoder
 from hf_kvquant.state import patch_of
+from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
 FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
 
@@ -64,7 +65,7 @@ def test_unpatch_undoes_patch(family: str) -> None:
     assert unpatch(model) is model
     assert visible_state(model) == before
     output = greedy(model, left_padded())
-    assert type(output.past_key_values) is DynamicCache
+    assert type(cache_of(output)) is DynamicCache
     compare.assert_same(logits(output), logits(expected), "logits")
 
 
@@ -83,7 +84,7 @@ def test_patching_twice_replaces_the_config() -> None:
     patch(model, "int4")
     patch(model, {"preset": "fp8", "layers": {0: "none"}})
     config = KVQuantConfig.from_preset("fp8", layers={0: "none"})
-    assert greedy(model, left_padded()).past_key_values.quant_config == config
+    assert cache_of(greedy(model, left_padded())).quant_config == config
     unpatch(model)
     assert patch_of(model) is None
 
@@ -91,7 +92,7 @@ def test_patching_twice_replaces_the_config() -> None:
 def test_the_default_preset_is_int8() -> None:
     model = models.build("llama")
     patch(model)
-    assert greedy(model, left_padded()).past_key_values.quant_config == KVQuantConfig.from_preset("int8")
+    assert cache_of(greedy(model, left_padded())).quant_config == KVQuantConfig.from_preset("int8")
 
 
 def test_unpatch_refuses_an_unpatched_model() -> None:
@@ -106,7 +107,7 @@ def test_other_models_are_untouched() -> None:
     patch(model, "int4")
     assert visible_state(other) == before
     output = greedy(other, left_padded())
-    assert type(output.past_key_values) is DynamicCache
+    assert type(cache_of(output)) is DynamicCache
     compare.assert_same(logits(output), logits(expected), "logits")
 
 
@@ -116,8 +117,8 @@ def test_a_base_model_without_generate() -> None:
     ids = left_padded()["input_ids"]
     cache = KVQuantCache(base.config, "int8")
     with torch.no_grad(), patched(base, "int8"):
-        base(input_ids=ids, past_key_values=cache)
-        base(input_ids=ids[:, :1], past_key_values=cache)
+        base(input_ids=ids, **with_cache(cache))
+        base(input_ids=ids[:, :1], **with_cache(cache))
     assert not cache.storages[0].tally.fallbacks
     assert sorted(base.__dict__) == before
 
@@ -138,7 +139,7 @@ def test_patched_nests() -> None:
     before = visible_state(model)
 
     def preset_in_use() -> KVQuantConfig:
-        return greedy(model, left_padded(), 2).past_key_values.quant_config
+        return cache_of(greedy(model, left_padded(), 2)).quant_config
 
     with patched(model, "int4") as inner:
         assert inner is model
@@ -156,7 +157,7 @@ def test_patched_leaves_a_patched_model_patched() -> None:
     patch(model, "int4")
     with pytest.raises(KeyError), patched(model, "fp8"):
         raise KeyError
-    assert greedy(model, left_padded(), 2).past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+    assert cache_of(greedy(model, left_padded(), 2)).quant_config == KVQuantConfig.from_preset("int4")
 
 
 def test_patched_with_a_config_that_is_refused_changes_nothing() -> None:
@@ -190,10 +191,10 @@ def test_a_copy_of_a_patched_model_is_patched_by_itself(copier: Any) -> None:
     assert twin._prepare_cache_for_generation.args == (twin,), "the hook of the copy belongs to the copy"
     unpatch(model)
     output = greedy(twin, left_padded())
-    assert isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].tally.fallbacks
+    assert isinstance(cache_of(output), KVQuantCache) and not cache_of(output).storages[0].tally.fallbacks
     compare.assert_same(logits(output), logits(expected), "logits")
     unpatch(twin)
-    assert type(greedy(twin, left_padded()).past_key_values) is DynamicCache
+    assert type(cache_of(greedy(twin, left_padded()))) is DynamicCache
 
 
 def test_nothing_of_ours_is_saved_with_a_model(tmp_path: Path) -> None:
@@ -241,13 +242,11 @@ def test_enable_makes_the_flag_work_on_every_model() -> None:
         expected = greedy(other, left_padded())
     for _ in range(2):
         output = greedy(model, left_padded(), **FLAG)
-        assert (
-            isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].tally.fallbacks
-        )
+        assert isinstance(cache_of(output), KVQuantCache) and not cache_of(output).storages[0].tally.fallbacks
         compare.assert_same(logits(output), logits(expected), "logits")
     assert patch_of(model) is None
     plain = greedy(model, left_padded())
-    assert type(plain.past_key_values) is DynamicCache, "without the flag, nothing is quantised"
+    assert type(cache_of(plain)) is DynamicCache, "without the flag, nothing is quantised"
     compare.assert_same(logits(plain), logits(greedy(other, left_padded())), "logits")
 
 
@@ -255,7 +254,7 @@ def test_enable_makes_the_flag_work_on_every_model() -> None:
 def test_enable_without_options_means_the_default_preset() -> None:
     options = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant"}}
     output = greedy(models.build("llama"), left_padded(), **options)
-    assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int8")
+    assert cache_of(output).quant_config == KVQuantConfig.from_preset("int8")
 
 
 @pytest.mark.usefixtures("enabled")
@@ -270,8 +269,8 @@ def test_enable_and_patch_get_along() -> None:
     model = models.build("llama")
     before = visible_state(model)
     with patched(model, "int8"):
-        assert greedy(model, left_padded()).past_key_values.quant_config == KVQuantConfig.from_preset("int8")
-        assert greedy(model, left_padded(), **FLAG).past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+        assert cache_of(greedy(model, left_padded())).quant_config == KVQuantConfig.from_preset("int8")
+        assert cache_of(greedy(model, left_padded(), **FLAG)).quant_config == KVQuantConfig.from_preset("int4")
     assert visible_state(model) == before
 
 
@@ -283,10 +282,10 @@ def test_patch_after_enable_restores_what_was_before_both() -> None:
     finally:
         hf_kvquant.disable()
     patch(model, "int4")
-    assert not greedy(model, left_padded()).past_key_values.storages[0].tally.fallbacks
+    assert not cache_of(greedy(model, left_padded())).storages[0].tally.fallbacks
     unpatch(model)
     output = greedy(model, left_padded())
-    assert type(output.past_key_values) is DynamicCache
+    assert type(cache_of(output)) is DynamicCache
     compare.assert_same(logits(output), logits(greedy(models.llama(), left_padded())), "logits")
 
 
@@ -414,7 +413,7 @@ def test_encoders_alone_are_refused(model_type: str) -> None:
 def in_chunks(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """What a model returns for the last of three chunks."""
     with torch.no_grad():
-        outputs = [model(chunk, past_key_values=cache)[0] for chunk in ids.chunk(3, dim=1)]
+        outputs = [model(chunk, **with_cache(cache))[0] for chunk in ids.chunk(3, dim=1)]
     return outputs[-1]
 
 
@@ -509,21 +508,21 @@ NEARLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "generate: `cache_config` must be a dictionary, got a KVQuantConfig. Pass its to_dict().",
     ),
     "a preset for a cache": (
-        {"past_key_values": "int4"},
+        {CACHE: "int4"},
         TypeError,
-        "generate: `past_key_values` must be a cache, got str. "
+        f"generate: `{CACHE}` must be a cache, got str. "
         "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing.",
     ),
     "a config for a cache": (
-        {"past_key_values": KVQuantConfig()},
+        {CACHE: KVQuantConfig()},
         TypeError,
-        "generate: `past_key_values` must be a cache, got KVQuantConfig. "
+        f"generate: `{CACHE}` must be a cache, got KVQuantConfig. "
         "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing.",
     ),
     "a class for a cache": (
-        {"past_key_values": KVQuantCache},
+        {CACHE: KVQuantCache},
         TypeError,
-        "generate: `past_key_values` must be a cache, got type. "
+        f"generate: `{CACHE}` must be a cache, got type. "
         "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing.",
     ),
 }
@@ -555,7 +554,7 @@ def test_the_dictionary_of_a_config_serves_as_a_flag() -> None:
     with patched(model, "int8"):
         flag = {**QUANTIZED, "cache_config": KVQuantConfig.from_preset("int4").to_dict()}
         output = greedy(model, left_padded(), **flag)
-    assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+    assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4")
 
 
 @pytest.mark.parametrize("model", ["gpt2", None, models.llama().config], ids=["str", "None", "config"])
@@ -584,7 +583,7 @@ def test_a_cache_without_its_use_is_refused() -> None:
         "the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
     )
     with patched(model, "int8"), pytest.raises(ValueError, match=re.escape(message)):
-        greedy(model, left_padded(), past_key_values=cache, use_cache=False)
+        greedy(model, left_padded(), **with_cache(cache), use_cache=False)
     assert not cache.is_initialized
 
 
@@ -597,7 +596,7 @@ def test_a_static_cache_that_is_too_short_for_the_call() -> None:
     with patched(model, {"preset": "int8", "max_cache_len": 10}):
         with pytest.raises(ValueError, match=re.escape(message)):
             greedy(model, left_padded())
-        assert greedy(model, left_padded(), 2).past_key_values.get_max_length() == 10
+        assert cache_of(greedy(model, left_padded(), 2)).get_max_length() == 10
 
 
 # --- static caches and what is said -----------------------------------------------------------------------------------
@@ -606,8 +605,8 @@ def test_a_static_cache_that_is_too_short_for_the_call() -> None:
 def test_a_static_cache_is_as_long_as_the_call_needs() -> None:
     model = models.llama()
     with patched(model, {"preset": "int8", "static": True}):
-        cache = greedy(model, left_padded()).past_key_values
-        beams = greedy(model, left_padded(), num_beams=2).past_key_values
+        cache = cache_of(greedy(model, left_padded()))
+        beams = cache_of(greedy(model, left_padded(), num_beams=2))
     assert cache.get_max_length() == 256
     assert beams.batch_size == 6, "the batch is that of the first tokens, beams included"
 
@@ -620,7 +619,7 @@ def test_a_static_cache_is_as_long_as_idle_buffers_or_a_multiple_of_256(needed: 
     with patched(model, {"preset": "int8", "static": True}):
         for tokens in needed:
             inputs = {"input_ids": torch.randint(3, 90, (1, tokens))}
-            cache = greedy(model, inputs, 1).past_key_values
+            cache = cache_of(greedy(model, inputs, 1))
             length = cache.get_max_length()
             del cache
     assert length == held, "the last new token is never an input, so the prompt is all that has to fit"
@@ -630,7 +629,7 @@ def test_idle_buffers_of_another_batch_make_no_cache_longer() -> None:
     model = models.build("llama", max_position_embeddings=1024)
     with patched(model, {"preset": "int8", "static": True}):
         greedy(model, {"input_ids": torch.randint(3, 90, (1, 300))}, 1)
-        assert greedy(model, {"input_ids": torch.randint(3, 90, (2, 20))}, 1).past_key_values.get_max_length() == 256
+        assert cache_of(greedy(model, {"input_ids": torch.randint(3, 90, (2, 20))}, 1)).get_max_length() == 256
 
 
 @pytest.mark.parametrize("spelled", [{"static": True}, {"max_cache_len": 40}])
@@ -638,9 +637,9 @@ def test_static_through_the_flag(spelled: dict[str, Any]) -> None:
     model = models.build("llama")
     flag = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int8", **spelled}}
     with patched(model, "int4"):
-        cache = greedy(model, left_padded(), **flag).past_key_values
+        cache = cache_of(greedy(model, left_padded(), **flag))
         assert cache.is_compileable and cache.get_max_length() == spelled.get("max_cache_len", 256)
-        assert not greedy(model, left_padded()).past_key_values.is_compileable
+        assert not cache_of(greedy(model, left_padded())).is_compileable
 
 
 @pytest.mark.parametrize("case", ["known", "unknown", "not compiled"])
@@ -653,7 +652,7 @@ def test_buffers_are_there_before_a_compiled_prefill_in_chunks(
         monkeypatch.setattr(model, "_get_static_cache_init_shape", lambda: None, raising=False)
 
     def is_compiled(kwargs: dict[str, Any], config: Any) -> bool:
-        seen.append((kwargs["past_key_values"].is_initialized, bool(config.disable_compile)))
+        seen.append((kwargs[CACHE].is_initialized, bool(config.disable_compile)))
         return case != "not compiled" and not config.disable_compile
 
     monkeypatch.setattr(model, "_valid_auto_compile_criteria", is_compiled, raising=False)
@@ -710,7 +709,7 @@ def test_only_the_text_model_of_a_vision_language_model_is_patched() -> None:
         assert model.config.text_config._attn_implementation == "hf_kvquant"
         assert model.config.vision_config._attn_implementation == "sdpa"
         output = greedy(model, inputs)
-        assert not output.past_key_values.storages[0].tally.fallbacks
-    assert isinstance(output.past_key_values, KVQuantCache)
+        assert not cache_of(output).storages[0].tally.fallbacks
+    assert isinstance(cache_of(output), KVQuantCache)
     compare.assert_same(logits(output), logits(expected), "logits")
     assert visible_state(model) == before

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_kvquant import KVQuantCache, patch, patched, report
 from hf_kvquant.cache.layers import KVQuantLayer
+from hf_kvquant.upstream.releases import cache_of
 
 # Of Mllama itself in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
@@ -147,7 +148,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(name: str, feature: st
     torch.manual_seed(5)
     with patched(model, "none"):
         output = greedy(model, inputs, **FEATURES[feature])
-    assert isinstance(output.past_key_values, KVQuantCache)
+    assert isinstance(cache_of(output), KVQuantCache)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     compare.assert_same(logits(output), logits(expected), "logits")
 
@@ -175,7 +176,7 @@ def test_masks_of_pictures_are_dense_in_static_caches(name: str) -> None:
     """transformers makes them for every step there, of growing caches for the prompt alone."""
     model, inputs = model_of(name), prompt_of(name)
     with patched(model, {"preset": "int8", "static": True}):
-        cache = greedy(model, inputs, disable_compile=True).past_key_values
+        cache = cache_of(greedy(model, inputs, disable_compile=True))
     full = cache.storages[-1]
     assert bool(full.tally.fallbacks) == (name == "gemma3")
 
@@ -184,7 +185,7 @@ def test_cross_attention_among_the_layers_stays_with_transformers() -> None:
     """Padding of the text is none of the pictures, whose keys are read as they are at every step."""
     model, inputs = model_of("mllama"), prompt_of("mllama")
     with patched(model, "int4"):
-        cache = greedy(model, inputs).past_key_values
+        cache = cache_of(greedy(model, inputs))
         assert [layer.layer_type for layer in report(model).layers if layer.formats is None] == ["cross_attention"]
     assert [type(layer) for layer in cache.layers] == [KVQuantLayer, DynamicLayer, KVQuantLayer]
     assert cache.layers[1].keys.shape[2] == 5  # patches of a picture, and one for all of it

@@ -26,6 +26,7 @@ from hf_kvquant.storage import buffers, pool
 from hf_kvquant.storage.pool import BufferPool
 from hf_kvquant.storage.residency import BufferKind
 from hf_kvquant.transforms import of_model
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 STATIC = {"preset": "int4", "static": True}
 
@@ -111,15 +112,15 @@ def test_the_next_call_finds_the_same_addresses(family: str, preset: str) -> Non
     of_model.set_smoothing(model, {0: torch.full((2, models.HEAD_DIM), 2.0)})
     with patched(model, {"preset": preset, "static": True}):
         output = greedy(model, left_padded())
-        first, expected = addresses(output.past_key_values), logits(output)
-        storages = [weakref.ref(storage) for storage in output.past_key_values.storages]
+        first, expected = addresses(cache_of(output)), logits(output)
+        storages = [weakref.ref(storage) for storage in cache_of(output).storages]
         del output
         assert not any(storage() for storage in storages)
         longer = greedy(model, left_padded(pads=(7, 0, 1), tokens=30), 9)
-        assert addresses(longer.past_key_values) == first
+        assert addresses(cache_of(longer)) == first
         del longer
         again = greedy(model, left_padded())
-        assert addresses(again.past_key_values) == first
+        assert addresses(cache_of(again)) == first
     compare.assert_same(logits(again), expected, "logits after another call has used the buffers")
 
 
@@ -131,7 +132,7 @@ def test_transforms_follow_the_model() -> None:
         for factor in (2.0, 3.0):
             factors = torch.full((2, models.HEAD_DIM), factor)
             of_model.set_smoothing(model, {0: factors})
-            transform = greedy(model, left_padded()).past_key_values.storages[0].key_transform
+            transform = cache_of(greedy(model, left_padded())).storages[0].key_transform
             assert torch.equal(transform.smoothing, factors)
             assert transform.smoothing.data_ptr() != factors.data_ptr(), "the model's own are not written to"
             places.append(transform.smoothing.data_ptr())
@@ -142,9 +143,9 @@ def test_transforms_follow_the_model() -> None:
 def test_a_cache_that_somebody_keeps_is_left_alone() -> None:
     model = models.build("llama")
     with patched(model, STATIC):
-        kept = greedy(model, left_padded()).past_key_values
+        kept = cache_of(greedy(model, left_padded()))
         before = [layer.keys.clone() for layer in kept.layers]
-        other = greedy(model, left_padded(pads=(1, 1, 1))).past_key_values
+        other = cache_of(greedy(model, left_padded(pads=(1, 1, 1))))
         assert not set(addresses(other)) & set(addresses(kept))
         for layer, expected in zip(kept.layers, before, strict=True):
             compare.assert_same(layer.keys, expected, "keys of the cache that was kept")
@@ -153,9 +154,9 @@ def test_a_cache_that_somebody_keeps_is_left_alone() -> None:
 def test_a_layer_that_somebody_keeps_is_left_alone() -> None:
     model = models.build("llama")
     with patched(model, STATIC):
-        layer = greedy(model, left_padded()).past_key_values.layers[0]
+        layer = cache_of(greedy(model, left_padded())).layers[0]
         before, place = layer.keys.clone(), layer.storage.planes[0].codes.data_ptr()
-        other = greedy(model, left_padded(pads=(1, 1, 1))).past_key_values
+        other = cache_of(greedy(model, left_padded(pads=(1, 1, 1))))
         assert other.storages[0].planes[0].codes.data_ptr() != place
         compare.assert_same(layer.keys, before, "keys of the layer that was kept")
 
@@ -172,7 +173,7 @@ CHANGES = {
 def test_a_cache_that_parts_with_its_buffers_brings_nothing_back(change: str) -> None:
     model = models.build("llama")
     with patched(model, STATIC):
-        cache = greedy(model, left_padded()).past_key_values
+        cache = cache_of(greedy(model, left_padded()))
         codes = weakref.ref(cache.storages[0].planes[0].codes)
         CHANGES[change](cache)
         assert codes() is None
@@ -185,12 +186,12 @@ def test_a_cache_that_parts_with_its_buffers_brings_nothing_back(change: str) ->
 def test_a_copy_of_a_cache_has_buffers_of_its_own(copier: Any) -> None:
     model = models.build("llama")
     with patched(model, STATIC):
-        cache = greedy(model, left_padded()).past_key_values
+        cache = cache_of(greedy(model, left_padded()))
         twin = copier(cache)
         before, place = [layer.keys.clone() for layer in twin.layers], addresses(twin)
         assert not set(place) & set(addresses(cache))
         del cache
-        other = greedy(model, left_padded(pads=(2, 2, 2))).past_key_values
+        other = cache_of(greedy(model, left_padded(pads=(2, 2, 2))))
         for layer, expected in zip(twin.layers, before, strict=True):
             compare.assert_same(layer.keys, expected, "keys of the copy")
         del twin
@@ -202,11 +203,11 @@ def test_another_batch_or_dtype_has_other_buffers() -> None:
     model = models.build("llama")
     with patched(model, STATIC):
         greedy(model, left_padded())
-        alone = greedy(model, {name: x[:1] for name, x in left_padded().items()}).past_key_values
+        alone = cache_of(greedy(model, {name: x[:1] for name, x in left_padded().items()}))
         assert alone.batch_size == 1
         del alone
         model.bfloat16()
-        cast = greedy(model, left_padded()).past_key_values
+        cast = cache_of(greedy(model, left_padded()))
         assert cast.storages[0].dtype == torch.bfloat16 and cast.layers[0].keys.dtype == torch.bfloat16
         del cast
         kinds = [kind for kind in notes_on(model).pool.kinds() if isinstance(kind, BufferKind)]
@@ -235,7 +236,7 @@ def test_announced_crops_have_other_buffers() -> None:
             cache = KVQuantCache(model.config, "int4-channel", max_cache_len=256, pool=pool)
             if is_announced:
                 cache.activate_past_recording()
-            greedy(model, left_padded(), past_key_values=cache)
+            greedy(model, left_padded(), **with_cache(cache))
             tail = cache.storages[0].planes[0].tail
             assert tail is not None
             rows.append(tail.shape[2])
@@ -247,8 +248,8 @@ def test_growing_caches_and_those_of_transformers_leave_nothing() -> None:
     model = models.build("llama")
     with patched(model, "int4"):
         greedy(model, left_padded())
-        greedy(model, left_padded(), past_key_values=DynamicCache(config=model.config))
-        greedy(model, left_padded(), past_key_values=KVQuantCache(model.config, "int4", max_cache_len=30))
+        greedy(model, left_padded(), **with_cache(DynamicCache(config=model.config)))
+        greedy(model, left_padded(), **with_cache(KVQuantCache(model.config, "int4", max_cache_len=30)))
         assert not list(notes_on(model).pool.kinds())
 
 
@@ -257,7 +258,7 @@ def test_what_undoes_a_patch_frees_the_buffers(undo: str) -> None:
     model = models.build("llama")
     patch(model, STATIC if undo != "leave a block" else "int8")
     with patched(model, STATIC) if undo == "leave a block" else patched(models.llama(), "int8"):
-        kept = greedy(model, left_padded()).past_key_values
+        kept = cache_of(greedy(model, left_padded()))
         greedy(model, left_padded())
         old = notes_on(model).pool
         assert list(old.kinds())

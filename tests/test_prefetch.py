@@ -19,6 +19,7 @@ from hf_kvquant.graphs import prefetch
 from hf_kvquant.graphs.fusion import fused
 from hf_kvquant.graphs.prefetch import Prefetch
 from hf_kvquant.models.hashes import plain_tensors
+from hf_kvquant.upstream.releases import with_cache
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 INT4 = {"preset": "int4"}
@@ -74,9 +75,9 @@ def noted(model: Any, device: str) -> dict[str, str]:
     with torch.no_grad(), patched(model, INT4):
         cache = KVQuantCache(model.config, INT4, max_cache_len=32)
         prompt = torch.arange(5, 10, device=device)[None]
-        model(prompt, past_key_values=cache)
+        model(prompt, **with_cache(cache))
         with found.noted(), fused(model):
-            model(prompt[:, :1], past_key_values=cache)
+            model(prompt[:, :1], **with_cache(cache))
     names = {
         part.data_ptr(): name.removesuffix(".weight")
         for name, weight in model.named_parameters()
@@ -152,7 +153,7 @@ def fetches(model: Any, new_tokens: int) -> int:
     for _ in range(2):
         cache.reset()
         with torch.profiler.profile(acc_events=True) as profile:
-            models.greedy(model, models.left_padded(), new_tokens, past_key_values=cache, output_logits=False)
+            models.greedy(model, models.left_padded(), new_tokens, **with_cache(cache), output_logits=False)
     return sum(event.count for event in profile.key_averages() if "prefetch_lines" in event.key)
 
 

@@ -28,6 +28,7 @@ from hf_kvquant.preflight import check as preflight
 from hf_kvquant.preflight import divergence, verdict
 from hf_kvquant.preflight.signals import read_signals
 from hf_kvquant.state import patch_of
+from hf_kvquant.upstream.releases import cache_of
 
 UNTRANSFORMED: dict[str, Any] = {"preset": "int4", "transforms": []}
 ROTATED: dict[str, Any] = {"preset": "int4", "transforms": ["rotate"]}
@@ -597,7 +598,7 @@ def test_what_is_picked_can_be_used() -> None:
     assert KVQuantConfig.from_dict(config.to_dict()) == config
     with hf_kvquant.patched(model, config):
         output = models.greedy(model, models.left_padded())
-    assert output.past_key_values.quant_config == config
+    assert cache_of(output).quant_config == config
 
 
 def test_a_static_config_is_checked_and_handed_out_as_it_is() -> None:

@@ -53,6 +53,7 @@ from hf_kvquant.models.hashes import plain_tensors, weights_hash
 from hf_kvquant.models.probing import chunks_of
 from hf_kvquant.transforms.centering import bias_centers
 from hf_kvquant.transforms.of_model import transforms_of
+from hf_kvquant.upstream.releases import with_cache
 
 # The libraries warn about their own use of PyTorch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -273,9 +274,9 @@ def log_probs(model: Any, cache: Any, first_chunk: int = 16, tokens: int = 48) -
     """What a model says of a text, `[tokens, vocabulary]`, read token by token behind a first chunk."""
     ids = tokenizer()(TEXT[:1000], return_tensors="pt").input_ids[:, :tokens]
     chunks = chunks_of(ids, first_chunk, 1)
-    return torch.cat([model(chunk, past_key_values=cache, use_cache=True).logits for chunk in chunks], 1)[
-        0
-    ].log_softmax(-1)
+    return torch.cat([model(chunk, **with_cache(cache), use_cache=True).logits for chunk in chunks], 1)[0].log_softmax(
+        -1
+    )
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -374,13 +375,13 @@ def test_a_saved_cache_knows_the_weights(load: Callable[..., Any], tmp_path: Pat
     model = load()
     cache = KVQuantCache(model.config, "int8")
     with patched(model, "int8"):
-        expected = tokens_of(model, past_key_values=cache)
+        expected = tokens_of(model, **with_cache(cache))
     cache.crop(len(inputs()["input_ids"][0]) - 1 - (cache.get_seq_length()))
     cache.save(tmp_path / "cache", model)
     other = load()  # which has not run yet
     found = KVQuantCache.load(tmp_path / "cache", other)
     with patched(other, "int8"):
-        compare.assert_same(tokens_of(other, past_key_values=found), expected, "tokens")
+        compare.assert_same(tokens_of(other, **with_cache(found)), expected, "tokens")
 
 
 def test_a_hash_sees_the_codes_of_weights(folder: Path) -> None:

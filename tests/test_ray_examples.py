@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvquant import patched
-from hf_kvquant.batching.support import HAS_PAGES
+from hf_kvquant.upstream.releases import HAS_PAGES
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps Ray on 127.0.0.1, as on those; read by its import
 ray = pytest.importorskip("ray", reason="Ray is pinned for Python 3.11 and later")

@@ -23,6 +23,7 @@ from hf_kvquant.cache.handle import LOOKED_INSIDE
 from hf_kvquant.graphs import capture
 from hf_kvquant.ops import kernels
 from hf_kvquant.storage import offloading
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 KERNEL = {"cpu": f"CPU kernel, {ops.extension().cpu_capability()}", "cuda": "CUDA kernel"}  # type: ignore[union-attr]
 REINSTALL = ops.REINSTALL
@@ -40,7 +41,7 @@ def found(model: Any, cache: KVQuantCache | None = None) -> list[tuple[str | Non
 def test_layers_that_a_kernel_serves(config: Any, when: str, device: str) -> None:
     model = models.on(device, models.llama())
     with patched(model, config):
-        cache = None if when == "before" else greedy(model, left_padded(), disable_compile=True).past_key_values
+        cache = None if when == "before" else cache_of(greedy(model, left_padded(), disable_compile=True))
         result = report(model, cache if when == "cache" else None)
     preset = config["preset"] if isinstance(config, dict) else config
     assert [(layer.formats, layer.kernel, layer.reason) for layer in result.layers] == [
@@ -68,7 +69,7 @@ def test_layers_that_transformers_keeps() -> None:
     model = models.family("gemma2")
     with patched(model, {"preset": "int4", "sliding": False}):
         output = greedy(model, left_padded())
-        for result in (report(model), report(model, output.past_key_values)):
+        for result in (report(model), report(model, cache_of(output))):
             assert [layer.formats for layer in result.layers] == [None, "int4"] and result.cache == "growing"
             assert result.layers[0].kernel == "transformers' own cache"
             assert result.layers[0].reason == "its cache (sliding_attention) is not quantised"
@@ -79,7 +80,7 @@ def test_layers_that_transformers_keeps() -> None:
 def test_layers_with_a_window_are_ours() -> None:
     model = models.family("gemma2")
     with patched(model, "int4"):
-        cache = greedy(model, left_padded()).past_key_values
+        cache = cache_of(greedy(model, left_padded()))
         static = KVQuantCache(model.config, "int4", max_cache_len=64)
         for result in (report(model), report(model, cache), report(model, static)):
             assert [(layer.layer_type, layer.formats) for layer in result.layers] == [
@@ -95,7 +96,7 @@ def test_what_a_model_does_shows_after_it_has_run() -> None:
     with patched(model, "int4"):
         assert report(model).is_served, "nobody can know"
         for steps in (5, 10):
-            cache = greedy(model, left_padded()).past_key_values
+            cache = cache_of(greedy(model, left_padded()))
             assert [layer.fallbacks for layer in report(model).layers] == [{LOOKED_INSIDE: steps}] * 2
         result = report(model, cache)
         assert [layer.fallbacks for layer in result.layers] == [{LOOKED_INSIDE: 5}] * 2, "of one cache"
@@ -125,7 +126,7 @@ def test_a_model_that_is_not_patched() -> None:
     cache = KVQuantCache(model.config, "int8")
     expected = [("int8", "transformers, over dequantised tensors", LOOKED_INSIDE)] * 2
     assert found(model, cache) == expected
-    greedy(model, left_padded(), past_key_values=cache)
+    greedy(model, left_padded(), **with_cache(cache))
     assert found(model, cache) == expected and report(model, cache).layers[0].fallbacks == {LOOKED_INSIDE: 5}
 
 

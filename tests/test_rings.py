@@ -32,6 +32,7 @@ from hf_kvquant.cache.layers import KVQuantRingLayer
 from hf_kvquant.spec import reference
 from hf_kvquant.storage import saved
 from hf_kvquant.storage.layer_store import LayerStore
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 BATCH, KV_HEADS, Q_HEADS, HEAD_DIM = 3, 2, 4, models.HEAD_DIM
 PADS = (3, 0, 70)
@@ -297,7 +298,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str, prompt: d
     expected = greedy(model, prompt, 20)
     with patched(model, "none"):
         output = greedy(model, prompt, 20)
-    assert any(isinstance(layer, KVQuantRingLayer) for layer in output.past_key_values.layers)
+    assert any(isinstance(layer, KVQuantRingLayer) for layer in cache_of(output).layers)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     compare.assert_same(logits(output), logits(expected), "logits")
 
@@ -355,7 +356,7 @@ def test_generate_features(feature: str, config: Any) -> None:
     model, inputs = model_of("gemma3_text"), PROMPTS["long"]
     torch.manual_seed(5)
     simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
-    expected = greedy(model, inputs, 14, past_key_values=simulated, **FEATURES[feature])
+    expected = greedy(model, inputs, 14, **with_cache(simulated), **FEATURES[feature])
     torch.manual_seed(5)
     with patched(model, config):
         output = greedy(model, inputs, 14, **FEATURES[feature])
@@ -373,13 +374,13 @@ def test_steps_that_are_taken_back(helper: str, config: Any, tokens: int) -> Non
     assistants = {"assistant": models.llama(), "itself": patch(model_of("gemma3_text"), "none")}
     options = {"prompt_lookup_num_tokens": 3} if helper == "lookup" else {"assistant_model": assistants[helper]}
     cache = ReferenceCache(model.config, config)
-    expected = greedy(model, inputs, 24, past_key_values=cache)
+    expected = greedy(model, inputs, 24, **with_cache(cache))
     with patched(model, config):
         output = greedy(model, inputs, 24, **options)
-        again = greedy(model, inputs, 24, past_key_values=KVQuantCache(model.config, config), **options)
+        again = greedy(model, inputs, 24, **with_cache(KVQuantCache(model.config, config)), **options)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     compare.assert_same(again.sequences, expected.sequences, "tokens of a cache that was given")
-    rings = [storage for storage in output.past_key_values.storages if storage.window]
+    rings = [storage for storage in cache_of(output).storages if storage.window]
     assert rings and all(ring.capacity <= ring.rows.full_capacity for ring in rings)
 
 
@@ -398,19 +399,19 @@ def test_a_chat_goes_on_with_its_cache(config: Any, tmp_path: Path) -> None:
     model, inputs = model_of("gemma2", **LONG), left_padded(tokens=140, pads=(3, 0, 27))
     with patched(model, config):
         first = greedy(model, inputs, 12)
-        cache = first.past_key_values
+        cache = cache_of(first)
         cache.save(tmp_path / "chat", model)
         caches = [cache, copy.deepcopy(cache), through_pickle(cache), KVQuantCache.load(tmp_path / "chat", model)]
         more = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(1))
         ids = torch.cat([first.sequences, more], 1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 21, dtype=torch.long)], 1)
         rest = {"input_ids": ids, "attention_mask": mask}
-        outputs = [greedy(model, rest, 10, past_key_values=each) for each in caches]
+        outputs = [greedy(model, rest, 10, **with_cache(each)) for each in caches]
     for output, name in zip(outputs[1:], ("copy", "pickle", "file"), strict=True):
         compare.assert_same(logits(output), logits(outputs[0]), name)
     if config == "none":
         plain = greedy(model, inputs, 12)
-        expected = greedy(model, rest, 10, past_key_values=plain.past_key_values)
+        expected = greedy(model, rest, 10, **with_cache(cache_of(plain)))
         compare.assert_same(logits(outputs[0]), logits(expected), "unpatched")
 
 
@@ -442,7 +443,7 @@ def test_a_file_of_a_recorded_past(tmp_path: Path) -> None:
     with patched(model, "int4-channel"), torch.no_grad():
         cache = KVQuantCache(model.config, "int4-channel")
         cache.activate_past_recording()
-        greedy(model, inputs, 180, past_key_values=cache)
+        greedy(model, inputs, 180, **with_cache(cache))
         ring = cache.storages[0]
         assert ring.capacity > ring.rows.full_capacity
         cache.save(tmp_path / "chat", model)
@@ -450,7 +451,7 @@ def test_a_file_of_a_recorded_past(tmp_path: Path) -> None:
         assert loaded.storages[0].capacity == ring.capacity
         rest = torch.randint(3, 90, (3, 5), generator=torch.Generator().manual_seed(1))
         for _ in range(2):
-            ours, theirs = (model(rest, past_key_values=each).logits for each in (cache, loaded))
+            ours, theirs = (model(rest, **with_cache(each)).logits for each in (cache, loaded))
             compare.assert_same(ours, theirs, "logits")
     assert loaded.storages[0].capacity == ring.rows.full_capacity, "nothing is recorded there"
 
@@ -472,13 +473,13 @@ def test_files_that_lie_about_a_ring_are_refused() -> None:
 def test_holes_in_a_mask_take_dense_tensors(preset: str) -> None:
     model, inputs = model_of("gemma2"), left_padded(tokens=20)
     inputs["attention_mask"][0, 12] = inputs["attention_mask"][1, 17] = 0
-    expected = greedy(model, inputs, 12, past_key_values=ReferenceCache(model.config, preset))
+    expected = greedy(model, inputs, 12, **with_cache(ReferenceCache(model.config, preset)))
     with patched(model, preset):
         output = greedy(model, inputs, 12)
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     if preset == "none":
         compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert preset == "none" or all(storage.tally.fallbacks for storage in output.past_key_values.storages)
+    assert preset == "none" or all(storage.tally.fallbacks for storage in cache_of(output).storages)
     if preset == "int8":  # first layer alone: codes are of equal keys
         bound = tolerances.model_bound(logits(expected)[:, :2], logits(expected)[:, :2], torch.float32)
         compare.assert_close(logits(output)[:, :2], logits(expected)[:, :2], bound, "logits")
@@ -610,11 +611,11 @@ def test_windows_may_stay_with_transformers() -> None:
     expected = greedy(model, inputs, 12)
     with patched(model, {"preset": "none", "sliding": False}):
         output = greedy(model, inputs, 12)
-    assert type(output.past_key_values.layers[0]) is DynamicSlidingWindowLayer
+    assert type(cache_of(output).layers[0]) is DynamicSlidingWindowLayer
     compare.assert_same(logits(output), logits(expected), "logits")
     with patched(model, {"preset": "int4", "sliding": False}):
         check = greedy(model, inputs, 12)
-    assert len(check.past_key_values.storages) == 1
+    assert len(cache_of(check).storages) == 1
 
 
 def test_rings_are_not_offloaded() -> None:

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_kvquant
-from hf_kvquant.batching.support import HAS_PAGES
+from hf_kvquant.upstream.releases import HAS_PAGES
 
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)

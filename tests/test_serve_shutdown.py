@@ -19,7 +19,7 @@ import models
 import pytest
 
 from hf_kvquant import cli
-from hf_kvquant.batching.support import HAS_PAGES
+from hf_kvquant.upstream.releases import HAS_PAGES
 
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)

@@ -13,6 +13,7 @@ from hf_kvquant.evaluation.measuring.pairs import expected_pairs, pairs_of
 from hf_kvquant.evaluation.measuring.simulation import simulated, simulated_cache
 from hf_kvquant.patching import patched, why_dense
 from hf_kvquant.storage.tally import causal_pairs
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 TOKENS = 41
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]
@@ -84,10 +85,10 @@ def test_texts_may_have_first_chunks_of_their_own(family: str, implementation: s
     firsts = [5, 1, TOKENS]
     with torch.inference_mode(), simulated(model):
         together = simulated_cache(model, preset, first_chunk=firsts)
-        logits = model(ids, past_key_values=together).logits
+        logits = model(ids, **with_cache(together)).logits
         for index, first in enumerate(firsts):
             alone = simulated_cache(model, preset, first_chunk=first)
-            expected = model(ids[index : index + 1], past_key_values=alone).logits[0]
+            expected = model(ids[index : index + 1], **with_cache(alone)).logits[0]
             # Sums in another order may flip a code.
             assert (logits[index] - expected).abs().amax(-1).quantile(0.5) < 1e-4
     assert pairs_of(together) == sum(expected_pairs(model, together, TOKENS, first) for first in firsts)
@@ -100,7 +101,7 @@ def test_a_patched_model_stays_patched(family: str) -> None:
     compared = [compare(model, ids, {"int8": "int8"}, simulate=True)[0]["int8"].kld]
     with patched(model, "int4"):
         compared.append(compare(model, ids, {"int8": "int8"}, simulate=True)[0]["int8"].kld)
-        assert why_dense(model) is None and greedy(model, {"input_ids": ids}).past_key_values.num_bytes > 0
+        assert why_dense(model) is None and cache_of(greedy(model, {"input_ids": ids})).num_bytes > 0
     assert torch.equal(*compared)
 
 
@@ -109,9 +110,9 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.llama()
     with simulated(model):
         cache = simulated_cache(model, "int8")
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
         with pytest.raises(ValueError, match=r"layer 0: a simulated cache takes a text in one forward, got more"):
-            model(ids, past_key_values=cache)
+            model(ids, **with_cache(cache))
     handle, _ = simulated_cache(model, "int8").update(torch.ones(1, 2, 8, 64), torch.ones(1, 2, 8, 64), 0)
     assert handle.to(handle.device) is handle.to(torch.float32) is handle
     for look in (lambda: handle.transpose(1, 2), lambda: torch.cat((handle,)), lambda: handle.to(torch.float16)):

@@ -52,6 +52,7 @@ from hf_kvquant.storage import rewind
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.pool import BufferPool
 from hf_kvquant.storage.rows import Ring
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 MAX_CACHE_LEN = 1100
 # Past the end of every ring, with chunks that a ring is too short for behind others.
@@ -303,7 +304,7 @@ def test_files_that_lie_about_crops_are_refused() -> None:
 def test_files_say_what_was_cropped(tmp_path: Path) -> None:
     model, path = model_of("mistral", **LONG), tmp_path / "cache"
     with patched(model, {"preset": "int8", "max_cache_len": 400}):
-        cache = greedy(model, PROMPT, 50).past_key_values
+        cache = cache_of(greedy(model, PROMPT, 50))
         cache.crop(-90)
         cache.save(path, model)
         loaded = KVQuantCache.load(path, model)
@@ -366,7 +367,7 @@ def test_none_gives_the_tokens_of_an_unpatched_model(family: str) -> None:
     expected = greedy(model, PROMPT, 12)
     with patched(model, {"preset": "none", "static": True}):
         output = greedy(model, PROMPT, 12)
-    assert any(storage.window for storage in output.past_key_values.storages)
+    assert any(storage.window for storage in cache_of(output).storages)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
@@ -418,11 +419,11 @@ def test_generate_features(feature: str, config: Any) -> None:
     inputs = left_padded(tokens=330, pads=(3, 0, 200)) if "chunks" in feature else PROMPT
     torch.manual_seed(5)
     simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
-    expected = greedy(model, inputs, 14, past_key_values=simulated, **FEATURES[feature])
+    expected = greedy(model, inputs, 14, **with_cache(simulated), **FEATURES[feature])
     torch.manual_seed(5)
     with patched(model, {**config, "static": True}):
         output = greedy(model, inputs, 14, **FEATURES[feature])
-    assert output.past_key_values.storages[0].is_ring
+    assert cache_of(output).storages[0].is_ring
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
@@ -436,7 +437,7 @@ def test_a_chat_goes_on_with_its_cache(config: Any, tokens: int, tmp_path: Path)
     config = {**({"preset": config} if isinstance(config, str) else config), "max_cache_len": 400}
     with patched(model, config):
         first = greedy(model, inputs, 12)
-        cache = first.past_key_values
+        cache = cache_of(first)
         cache.save(tmp_path / "chat", model)
         caches = [cache, copy.deepcopy(cache), through_pickle(cache), KVQuantCache.load(tmp_path / "chat", model)]
         assert [type(each.storages[0]) for each in caches] == [LayerStore] * 4
@@ -444,7 +445,7 @@ def test_a_chat_goes_on_with_its_cache(config: Any, tokens: int, tmp_path: Path)
         ids = torch.cat([first.sequences, more], 1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 21, dtype=torch.long)], 1)
         rest = {"input_ids": ids, "attention_mask": mask}
-        outputs = [greedy(model, rest, 10, past_key_values=each) for each in caches]
+        outputs = [greedy(model, rest, 10, **with_cache(each)) for each in caches]
     for output, name in zip(outputs[1:], ("copy", "pickle", "file"), strict=True):
         compare.assert_same(logits(output), logits(outputs[0]), name)
 
@@ -470,7 +471,7 @@ def test_holes_in_a_mask_take_dense_tensors(preset: str) -> None:
             outputs.append(greedy(model, inputs, 12))
     bound = tolerances.model_bound(logits(outputs[0]), logits(outputs[0]), torch.float32)
     compare.assert_close(logits(outputs[1]), logits(outputs[0]), bound, "logits")
-    assert preset == "none" or all(storage.tally.fallbacks for storage in outputs[1].past_key_values.storages)
+    assert preset == "none" or all(storage.tally.fallbacks for storage in cache_of(outputs[1]).storages)
 
 
 @pytest.mark.parametrize("q_len", [1, 4, 200])

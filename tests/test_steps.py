@@ -29,6 +29,7 @@ from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache
 from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.storage import offloading, rewind
 from hf_kvquant.storage.layer_store import LayerStore
+from hf_kvquant.upstream.releases import CACHE, with_cache
 
 NUM_LAYERS, PROMPT, WINDOW = 4, 12, 6
 IDS = left_padded(tokens=40)["input_ids"].clamp(min=3)
@@ -75,7 +76,7 @@ def routed(kind: str, preset: str, device: str) -> Iterator[tuple[Any, KVQuantCa
 def forward(model: Any, cache: Any, begin: int, end: int) -> Tensor:
     """The logits of tokens `begin … end - 1`, whose positions the model reads off the cache."""
     with torch.no_grad():
-        return model(IDS[:, begin:end].to(model.device), past_key_values=cache).logits.cpu()
+        return model(IDS[:, begin:end].to(model.device), **with_cache(cache)).logits.cpu()
 
 
 def attention_of(model: Any, layer: int) -> Any:
@@ -146,7 +147,7 @@ def test_a_forward_behind_one_that_ended_early(
                 with pytest.raises(RuntimeError) as raised:
                     forward(model, cache, *CUTS[LAST : LAST + 2])
                 assert str(raised.value) == (
-                    f"KVQuantCache: `past_key_values` must hold whole steps, got one that ended early: {taken} of "
+                    f"KVQuantCache: `{CACHE}` must hold whole steps, got one that ended early: {taken} of "
                     f"{NUM_LAYERS} layers have taken its tokens, after the {CUTS[LAST]} held before. Call crop(0) on "
                     "the cache to undo it, or reset the cache."
                 )
@@ -208,7 +209,7 @@ def test_a_first_chunk_that_ended_early(kind: str, layer: int, is_before: bool, 
         with pytest.raises(RuntimeError) as raised:
             forward(model, cache, PROMPT, PROMPT + 1)
         assert str(raised.value) == (
-            "KVQuantCache: `past_key_values` must get its first tokens in all layers at once, got those of layer "
+            f"KVQuantCache: `{CACHE}` must get its first tokens in all layers at once, got those of layer "
             f"{first} when other layers held {PROMPT}: the first step ended early. Reset the cache and feed it the "
             "text again."
         )
@@ -252,21 +253,21 @@ def test_a_crop_gives_back_what_codes_say() -> None:
     ids = torch.randint(3, models.VOCAB_SIZE, (1, BLOCK_SIZE + 6), generator=torch.Generator().manual_seed(1))
     with patched(model, "int4-channel"), torch.no_grad():
         cache = KVQuantCache(model.config, "int4-channel")
-        model(ids[:, : BLOCK_SIZE - 4], past_key_values=cache)
-        model(ids[:, BLOCK_SIZE - 4 : BLOCK_SIZE - 1], past_key_values=cache)
+        model(ids[:, : BLOCK_SIZE - 4], **with_cache(cache))
+        model(ids[:, BLOCK_SIZE - 4 : BLOCK_SIZE - 1], **with_cache(cache))
         with ending(attention_of(model, 2), True):
-            model(ids[:, BLOCK_SIZE - 1 : BLOCK_SIZE], past_key_values=cache)
+            model(ids[:, BLOCK_SIZE - 1 : BLOCK_SIZE], **with_cache(cache))
         with pytest.raises(RuntimeError) as raised:
-            model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
+            model.generate(ids, **with_cache(cache), max_new_tokens=1, do_sample=False)
         assert str(raised.value) == (
-            "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after layer 0, where "
+            f"KVQuantCache: `{CACHE}` must hold whole steps, got one that ended early after layer 0, where "
             "tokens that were dense before now have only their codes. Reset the cache and feed it the text again, or "
             "call crop(0) on it to go on with dequantised values."
         )
         assert [storage.length for storage in cache.storages] == [BLOCK_SIZE] * 2 + [BLOCK_SIZE - 1] * 2
         cache.crop(0)
         assert [storage.length for storage in cache.storages] == [BLOCK_SIZE - 1] * NUM_LAYERS
-        model(ids[:, BLOCK_SIZE - 1 :], past_key_values=cache)
+        model(ids[:, BLOCK_SIZE - 1 :], **with_cache(cache))
 
 
 @pytest.mark.parametrize("action", ["save", "copy", "reset"])
@@ -304,7 +305,7 @@ def test_other_things_that_are_done_to_a_cache(action: str, tmp_path: Path, devi
 def turn(model: Any, cache: Any, ids: Tensor, **options: Any) -> Tensor:
     """One reply."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return greedy(model, inputs, 5, past_key_values=cache, disable_compile=True, **options).sequences.cpu()
+    return greedy(model, inputs, 5, **with_cache(cache), disable_compile=True, **options).sequences.cpu()
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -329,7 +330,7 @@ def test_generate_goes_on_behind_a_prompt_that_ended_early(preset: str, kind: st
             ids = IDS[:batch, :PROMPT]
             forward_ids = ids.repeat(options.get("num_beams", 1), 1).to(model.device)
             with torch.no_grad():
-                model(forward_ids, past_key_values=cache)
+                model(forward_ids, **with_cache(cache))
             longer = IDS[:batch, : PROMPT + 9]
             for layer, is_before in ((2, True), (0, False), (3, True))[:num_ended]:
                 runs = 1 if way == "chunks" and layer == 3 else 0
@@ -361,7 +362,7 @@ def test_generate_says_what_to_crop_behind_a_reply_that_ended_early(
             turn(model, cache, ids)
         held = PROMPT + 2 + (layer == 3 and not is_before)
         assert str(raised.value) == (
-            f"generate: `input_ids` must have tokens after the {held} that `past_key_values` holds, got {PROMPT} in "
+            f"generate: `input_ids` must have tokens after the {held} that `{CACHE}` holds, got {PROMPT} in "
             f"all, padding included. Call crop({PROMPT - 1 - held}) on the cache to continue from them, or reset it."
         )
         check_level(cache, held)
@@ -457,7 +458,7 @@ def test_states_that_nobody_can_undo(family: str, num_runs: int) -> None:
             with pytest.raises(RuntimeError) as raised:
                 action()
             assert str(raised.value) == (
-                "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after layers [0], "
+                f"KVQuantCache: `{CACHE}` must hold whole steps, got one that ended early after layers [0], "
                 "whose state transformers keeps and which cannot be undone. Reset the cache and feed it the text again."
             )
         cache.reset()
@@ -488,7 +489,7 @@ def test_encoder_decoders(layer: int, is_before: bool) -> None:
     def decode(cache: Any, *cuts: int) -> list[Tensor]:
         with torch.no_grad():
             return [
-                model(encoder_outputs=encoder, decoder_input_ids=IDS[:, begin:end], past_key_values=cache).logits
+                model(encoder_outputs=encoder, decoder_input_ids=IDS[:, begin:end], **with_cache(cache)).logits
                 for begin, end in itertools.pairwise(cuts)
             ]
 
@@ -533,7 +534,7 @@ def test_a_cache_that_was_cut_is_captured_again(device: str) -> None:
     )
     for layer, is_before in PLACES[:-1]:
         with ending(attention_of(model, layer), is_before):
-            greedy(model, {"input_ids": IDS[:, :9]}, 5, past_key_values=cache)
+            greedy(model, {"input_ids": IDS[:, :9]}, 5, **with_cache(cache))
         cache.reset()
     compare.assert_same(turn(model, cache, IDS[:, :9]), expected, "tokens")
     unpatch(model)

@@ -30,6 +30,7 @@ from hf_kvquant.models.probing import whole_cache
 from hf_kvquant.spec import reference
 from hf_kvquant.transforms import of_model
 from hf_kvquant.transforms.centering import bias_centers
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 EPS = torch.finfo(torch.float32).eps
@@ -343,7 +344,7 @@ def test_centres_are_the_mean_of_the_rotated_bias(family: str) -> None:
         assert_same(x, before[name], name)
     cache = whole_cache(model)
     with torch.no_grad():
-        without_inputs(model)(input_ids=torch.ones((1, count), dtype=torch.long), past_key_values=cache)
+        without_inputs(model)(input_ids=torch.ones((1, count), dtype=torch.long), **with_cache(cache))
     assert [*centers] == [*range(len(cache.layers))]
     for index, center in centers.items():
         expected = cache.layers[index].keys[0].double().mean(1).float()
@@ -430,7 +431,7 @@ def test_what_is_given_to_a_model_reaches_its_caches() -> None:
     assert described(key_transforms(model, "int4")) == {0: "smooth+rotate", 1: "center+rotate"}
     assert described(key_transforms(copy.deepcopy(model), {"transforms": ["center"]})) == {1: "center"}
     with patched(model, "int4"):
-        cache = greedy(model, left_padded()).past_key_values
+        cache = cache_of(greedy(model, left_padded()))
     assert [storage.key_transform.describe() for storage in cache.storages] == ["smooth+rotate", "center+rotate"]
     of_model.set_centers(model, None)
     of_model.set_smoothing(model, {})
@@ -475,8 +476,8 @@ def test_a_cache_made_by_hand_is_that_of_generate() -> None:
     with patched(model, "int4"):
         expected = greedy(model, inputs)
         for cache in (by_hand, given):
-            assert_same(logits(greedy(model, inputs, past_key_values=cache)), logits(expected), "logits")
-        output = greedy(model, inputs, past_key_values=untransformed)
+            assert_same(logits(greedy(model, inputs, **with_cache(cache))), logits(expected), "logits")
+        output = greedy(model, inputs, **with_cache(untransformed))
     assert all(storage.key_transform is None for storage in untransformed.storages), "given transforms are kept"
     assert not torch.equal(logits(output), logits(expected))
 
@@ -486,11 +487,11 @@ def test_a_cache_that_holds_tokens_keeps_its_transforms() -> None:
     cache = KVQuantCache(model.config, "int4")
     with patched(model, "int4"):
         with torch.no_grad():
-            model(**inputs, past_key_values=cache)
+            model(**inputs, **with_cache(cache))
         assert [storage.key_transform.describe() for storage in cache.storages] == ["rotate", "rotate"]
         mask = torch.cat([inputs["attention_mask"], torch.ones((3, 1), dtype=torch.long)], 1)
         ids = torch.cat([inputs["input_ids"], torch.full((3, 1), 5)], 1)
-        greedy(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache)
+        greedy(model, {"input_ids": ids, "attention_mask": mask}, **with_cache(cache))
     assert [storage.key_transform.describe() for storage in cache.storages] == ["rotate", "rotate"]
     with pytest.raises(
         ValueError, match=r"layer 0: `key_transform` must be set before the first tokens, got 15 tokens"
@@ -537,7 +538,7 @@ def test_generate_with_all_transforms_is_the_simulated_reference(kind: str) -> N
     of_model.set_smoothing(model, {index: 2.0 ** torch.randint(-2, 3, (2, 64)).float() for index in range(2)})
     transforms = key_transforms(model, "int4")
     assert described(transforms) == {0: "center+smooth+rotate", 1: "center+smooth+rotate"}
-    expected = greedy(model, inputs, past_key_values=ReferenceCache(model.config, "int4", key_transforms=transforms))
+    expected = greedy(model, inputs, **with_cache(ReferenceCache(model.config, "int4", key_transforms=transforms)))
     with patched(model, {"preset": "int4", "static": kind == "static"}):
         output = greedy(model, inputs, disable_compile=True)
     assert_same(output.sequences, expected.sequences, "tokens")

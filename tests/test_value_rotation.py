@@ -26,6 +26,7 @@ from hf_kvquant.calibration.layout import find_value_layouts
 from hf_kvquant.calibration.observation import NAME
 from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.spec import reference
+from hf_kvquant.upstream.releases import with_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IDS = torch.randint(3, models.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -69,7 +70,7 @@ def cached(model: Any) -> list[tuple[Tensor, Tensor]]:
     """Keys and values by layer, as an unquantised cache has them."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(IDS, past_key_values=cache, use_cache=True)
+        model(IDS, **with_cache(cache), use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]
 
 

@@ -32,6 +32,7 @@ from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.spec.planes import Planes
 from hf_kvquant.storage import rewind
 from hf_kvquant.storage.layer_store import LayerStore
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 BLOCKS = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)
 INT4 = KVFormat("int4", symmetric=False)
@@ -454,13 +455,13 @@ def test_generate_matches_a_simulated_cache(name: str, options: dict[str, Any], 
     config = {**CONFIGS[name], "static": kind == "static"}
     inputs = left_padded(batch=2, tokens=252, pads=(3, 140))
     simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
-    expected = greedy(model, inputs, 12, past_key_values=simulated, **options)
+    expected = greedy(model, inputs, 12, **with_cache(simulated), **options)
     with patched(model, config):
         output = greedy(model, inputs, 12, **options)
     assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -470,7 +471,7 @@ def test_assisted_decoding_crops_into_the_window(name: str) -> None:
     inputs = {"input_ids": torch.tensor([[5, 9, 7] * (before_border(config, 2) // 3)])}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     options = {"prompt_lookup_num_tokens": 4}
-    expected = greedy(model, inputs, 9, past_key_values=ReferenceCache(model.config, config), **options)
+    expected = greedy(model, inputs, 9, **with_cache(ReferenceCache(model.config, config)), **options)
     with patched(model, config):
         output = greedy(model, inputs, 9, **options)
     assert_same(output.sequences, expected.sequences, "tokens")
@@ -514,14 +515,14 @@ def test_a_compiled_prompt_knows_its_padding(max_cache_len: int | None) -> None:
     def run(forward: Any) -> Tensor:
         cache = KVQuantCache(model.config, config)
         position = (mask.cumsum(1) - 1).clamp(min=0)
-        steps = [forward(**inputs, position_ids=position, past_key_values=cache, use_cache=True).logits[:, -1:]]
+        steps = [forward(**inputs, position_ids=position, **with_cache(cache), use_cache=True).logits[:, -1:]]
         longer = torch.nn.functional.pad(mask, (0, 1), value=1)
         steps.append(
             forward(
                 input_ids=steps[0].argmax(-1),
                 attention_mask=longer,
                 position_ids=position[:, -1:] + 1,
-                past_key_values=cache,
+                **with_cache(cache),
                 use_cache=True,
             ).logits
         )
@@ -540,7 +541,7 @@ def test_a_fallback_attends_to_the_same_tokens(name: str) -> None:
     model, inputs = small_model(), left_padded(batch=2, tokens=130, pads=(0,))
     with patched(model, CONFIGS[name]):
         expected = greedy(model, inputs, 4)
-    output = greedy(model, inputs, 4, past_key_values=KVQuantCache(model.config, CONFIGS[name]))
+    output = greedy(model, inputs, 4, **with_cache(KVQuantCache(model.config, CONFIGS[name])))
     assert_same(output.sequences, expected.sequences, "tokens")
 
 
@@ -549,13 +550,13 @@ def test_holes_in_the_mask_fall_back_to_the_same_tokens() -> None:
     model, inputs, config = small_model(), left_padded(batch=2, tokens=40, pads=(3, 9)), CONFIGS["int4"]
     inputs["attention_mask"][:, 20:24] = 0
     simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
-    expected = greedy(model, inputs, 8, past_key_values=simulated)
+    expected = greedy(model, inputs, 8, **with_cache(simulated))
     with patched(model, config):
         output = greedy(model, inputs, 8)
     assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert output.past_key_values.storages[0].tally.fallbacks
+    assert cache_of(output).storages[0].tally.fallbacks
 
 
 def test_a_window_of_everything_is_exact() -> None:

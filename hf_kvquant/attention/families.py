@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..upstream.releases import CACHE
+
 # Takes query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStore.attend`. Returns
 # `[batch, q_len, num_q_heads * head_dim]`.
 Attend = Callable[..., Tensor]
@@ -168,8 +170,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "MptAttention": Family(
         _mpt,
-        "hidden_states position_bias past_key_values attention_mask kwargs",
-        cache="past_key_values",
+        f"hidden_states position_bias {CACHE} attention_mask kwargs",
+        cache=CACHE,
         is_hidden=True,
     ),
     "GPTJAttention": Family(

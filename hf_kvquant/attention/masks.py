@@ -23,6 +23,7 @@ from ..cache.handle import KVLength, MaskNotes
 from ..cache.support import check_layers
 from ..models.layers import count_layers
 from ..ops import is_uneven
+from ..upstream.releases import CACHE
 
 
 def attention_mask(
@@ -77,7 +78,7 @@ def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:
     """Refuse a cache made for other layers. A forward asks for its mask before it runs any layer."""
     if torch.compiler.is_compiling() or config is None or notes.num_layers is None or config is notes.model_config:
         return
-    check_layers("forward", "past_key_values", notes.num_layers, count_layers(config))
+    check_layers("forward", CACHE, notes.num_layers, count_layers(config))
     notes.model_config = config
 
 

@@ -28,6 +28,7 @@ from ..cache.layers import KVQuantLayer
 from ..cache.support import check_layers
 from ..ops import is_uneven
 from ..storage.layer_store import LayerStore
+from ..upstream.releases import CACHE
 from .families import FAMILIES, Attend, Family, family_of
 from .masks import is_tracing, num_pads
 
@@ -115,7 +116,7 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
     cache, mask = kwargs.get(family.cache), kwargs.get("attention_mask")
     if not isinstance(cache, KVQuantCache) or not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
-    check_layers("forward", "past_key_values", len(cache.layers), num_layers)
+    check_layers("forward", CACHE, len(cache.layers), num_layers)
     index = getattr(module, family.layer_index)
     layer = cache.layers[index]
     if not isinstance(layer, (KVQuantLayer, SimulatingLayer)):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -42,7 +43,7 @@ def paged_name(prev: str) -> str:
     return name
 
 
-class Probe:
+class Probe(PagedAttentionCache):
     """Stands for a cache while a model is looked at.
 
     Attributes:
@@ -51,6 +52,13 @@ class Probe:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Pass on to our attention, as `PagedCache.update` does."""
+        kwargs["cache"] = self
+        return key_states, value_states
 
 
 @torch.no_grad()

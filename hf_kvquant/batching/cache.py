@@ -27,8 +27,10 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.utils.import_utils import is_psutil_available
 
 from .. import ops
+from ..attention.registry import is_ours
 from ..spec.key_transform import KeyTransform
 from ..spec.pages import PART_ALIGNMENT, PageLayout
+from ..upstream.releases import DO_MODELS_UPDATE_PAGES
 from .batch import Group
 
 
@@ -174,11 +176,11 @@ class PageAllocator(FullAttentionCacheAllocator):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Tensor, write_index: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Refused: see `PagedCache.update`."""
+        """Refused: our attention never asks for dense keys and values."""
         raise _other_attention()
 
     def get_cache_for_block_table(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Refused: see `PagedCache.update`."""
+        """Refused, too."""
         raise _other_attention()
 
 
@@ -308,12 +310,21 @@ class PagedCache(PagedAttentionCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """Refuse to give dense keys and values. Our attention never asks for them.
+        """Let the new keys and values pass to our attention, which writes them. See `releases.DO_MODELS_UPDATE_PAGES`.
+
+        Args:
+            key_states: `[1, num_kv_heads, tokens, head_dim]`, returned as they are.
+            value_states: Likewise.
+            layer_idx: Of the layer.
+            kwargs: What the model is about to pass to attention. This cache is added to it.
 
         Raises:
-            RuntimeError: Always.
+            RuntimeError: Another attention than ours asks for dense keys and values, or would compute without pages.
         """
-        raise _other_attention()
+        if not DO_MODELS_UPDATE_PAGES or not is_ours(self.config._attn_implementation):
+            raise _other_attention()
+        kwargs["cache"] = self
+        return key_states, value_states
 
 
 def _other_attention() -> RuntimeError:

@@ -8,12 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..state import notes_on, state_of
-from .support import HAS_PAGES, WHERE, check_version
-
-if HAS_PAGES:
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    from .manager import Manager
+from .support import WHERE, check_version
 
 HOOK = "init_continuous_batching"
 
@@ -33,6 +28,11 @@ def init_continuous_batching(
         RuntimeError: A manager of this model is running.
     """
     check_version()
+    # Not at the top: releases without these modules, or with others of these names, serve all but batching.
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    from .manager import Manager
+
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(kept, Manager) and kept.made_for is state_of(model):
         kept.switch_to_cb_friendly_attn(model)

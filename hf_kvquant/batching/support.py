@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils.import_utils import is_psutil_available
@@ -20,10 +18,8 @@ from ..models.sharding import why_not_captured
 from ..models.text_config import text_config_of
 from ..spec.layout import KVLayout
 from ..spec.pages import PageLayout
-
-# The first version whose paged cache has the parts that ours replaces, as they are now.
-NEEDED = "5.23"
-HAS_PAGES = Version(transformers.__version__).release >= Version(NEEDED).release
+from ..upstream.contracts import check_release
+from ..upstream.releases import HAS_PAGES, PAGES_SINCE, VERSION
 
 WHERE = "init_continuous_batching"
 
@@ -39,13 +35,14 @@ def check_version() -> None:
     """Refuse a transformers whose paged cache has another design.
 
     Raises:
-        NotImplementedError: It is too old.
+        NotImplementedError: It is too old, or newer than those tested and changed.
     """
     if not HAS_PAGES:
         raise NotImplementedError(
-            f"{WHERE}: `transformers` must be {NEEDED} or newer for continuous batching of a patched model, got "
-            f"{transformers.__version__}. Upgrade it, or unpatch the model."
+            f"{WHERE}: `transformers` must be {PAGES_SINCE} or newer for continuous batching of a patched model, got "
+            f"{VERSION}. Upgrade it, or unpatch the model."
         )
+    check_release(WHERE, "batching")
 
 
 def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: ContinuousBatchingConfig) -> None:

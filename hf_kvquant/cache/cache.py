@@ -31,6 +31,7 @@ from ..storage.layer_store import LayerStore
 from ..storage.lengths import LengthGroup, Lengths
 from ..storage.offloading import Offloader
 from ..storage.pool import BufferPool
+from ..upstream.contracts import check_release
 from .file import load_cache, save_cache
 from .handle import MaskNotes
 from .layers import KVQuantLayer, new_layer, transformers_layer
@@ -45,8 +46,9 @@ logger = logging.getLogger(__name__)
 class KVQuantCache(QuantizedCache):
     """A key-value cache that stores quantised keys and values and attends to them without dequantising whole tensors.
 
-    Pass it as `past_key_values` to a patched model (`hf_kvquant.patch`). It also works on a model that is not patched:
-    attention then runs on dequantised tensors, which is correct but slower, and is logged once.
+    Pass it as `cache` to a patched model (`hf_kvquant.patch`); before transformers 5.24, as `past_key_values`. It also
+    works on a model that is not patched: attention then runs on dequantised tensors, which is correct but slower, and
+    is logged once.
 
     A full static cache refuses further tokens before anything changes. A compiled step cannot: the host does not know
     the length then, and asking the device would stall every step. `generate` sizes its caches so that they cannot
@@ -72,7 +74,7 @@ class KVQuantCache(QuantizedCache):
 
     Example:
         >>> cache = KVQuantCache(model.config, "int4", key_transforms=hf_kvquant.key_transforms(model, "int4"))
-        >>> model.generate(**inputs, past_key_values=cache)
+        >>> model.generate(**inputs, cache=cache)
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class KVQuantCache(QuantizedCache):
         key_transforms: Mapping[int, KeyTransform] | None = None,
         pool: BufferPool | None = None,
     ) -> None:
+        check_release("KVQuantCache")
         quant_config = KVQuantConfig.resolve(preset_or_config)
         if max_cache_len is None:
             max_cache_len = quant_config.max_cache_len

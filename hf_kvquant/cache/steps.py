@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from ..storage import rewind
 from ..storage.layer_store import LayerStore
+from ..upstream.releases import CACHE
 
 _UPDATE = "update"
 
@@ -70,7 +71,7 @@ class Steps:
             taken = sum(storage.length != self._base for storage in self._ours())
             changed = self._changed_elsewhere()
             raise RuntimeError(
-                f"KVQuantCache: `past_key_values` must hold whole steps, got one that ended early: {taken} of "
+                f"KVQuantCache: `{CACHE}` must hold whole steps, got one that ended early: {taken} of "
                 f"{len(self._ours())} layers have taken its tokens, after the {self._base} held before. "
                 + (_RESET if changed else "Call crop(0) on the cache to undo it, or reset the cache.")
             )
@@ -85,7 +86,7 @@ class Steps:
     def _join(self, layer: int) -> None:
         if not self._is_first:
             raise RuntimeError(
-                "KVQuantCache: `past_key_values` must get its first tokens in all layers at once, got those of "
+                f"KVQuantCache: `{CACHE}` must get its first tokens in all layers at once, got those of "
                 f"layer {layer} when other layers held {self._base}: the first step ended early. {_RESET}"
             )
         self._members.add(layer)
@@ -120,7 +121,7 @@ class Steps:
             changed = self._changed_elsewhere()
             if changed:
                 raise RuntimeError(
-                    "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after layers "
+                    f"KVQuantCache: `{CACHE}` must hold whole steps, got one that ended early after layers "
                     f"{changed}, whose state transformers keeps and which cannot be undone. {_RESET}"
                 )
             taken = [(storage, storage.length - self._base) for storage in self._ours()]
@@ -129,7 +130,7 @@ class Steps:
                 rewind.check_undo(storage, tokens)
                 if not may_round and rewind.rounds(storage, tokens):
                     raise RuntimeError(
-                        f"KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after "
+                        f"KVQuantCache: `{CACHE}` must hold whole steps, got one that ended early after "
                         f"{storage.name}, where tokens that were dense before now have only their codes. Reset the "
                         "cache and feed it the text again, or call crop(0) on it to go on with dequantised values."
                     )

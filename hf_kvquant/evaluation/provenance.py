@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from .. import ops
 from ..common.version import __version__
+from ..upstream.releases import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the folder of the installed package
 COMMIT_VARIABLE = "HF_KVQUANT_COMMIT"
@@ -40,7 +40,7 @@ def card() -> dict[str, Any]:
         "hf_kvquant": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": VERSION,
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "cpu_kernels": None if isinstance(module, ImportError) else module.cpu_capability(),

@@ -13,15 +13,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.cache import KVQuantCache
+from ..upstream.releases import CACHE, MAKES_MASKS_FIRST
 
 logger = logging.getLogger(__name__)
-
-_MAKES_MASKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
 
 # Under these names `generate` passes an encoder's states on to a decoder.
 _ENCODER_STATES = ("encoder_outputs", "encoder_hidden_states")
@@ -65,7 +63,7 @@ def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: M
     if model.config.is_encoder_decoder:
         if given is not None:
             raise ValueError(
-                f"generate: `past_key_values` must be an EncoderDecoderCache for {name}, got {type(given).__name__}: "
+                f"generate: `{CACHE}` must be an EncoderDecoderCache for {name}, got {type(given).__name__}: "
                 "keys of cross-attention would be taken for the decoder's own. Pass "
                 "EncoderDecoderCache(KVQuantCache(...), DynamicCache(config=model.config)), or nothing."
             )
@@ -73,7 +71,7 @@ def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: M
         raise NotImplementedError(
             f"generate: {name} was given an encoder's states, and would keep the keys of cross-attention among the "
             "decoder's own. Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache(config=model.config)) as "
-            "past_key_values, or unpatch the model."
+            f"{CACHE}, or unpatch the model."
         )
 
 
@@ -83,7 +81,7 @@ def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, mode
     From 5.18 on, transformers makes the masks of static caches before the step. Earlier versions do so only if the
     decoder has a padding mask.
     """
-    if _MAKES_MASKS or model_kwargs.get("decoder_attention_mask") is not None:
+    if MAKES_MASKS_FIRST or model_kwargs.get("decoder_attention_mask") is not None:
         return
     generating: Any = model
     if generating._valid_auto_compile_criteria(model_kwargs, generation_config):
@@ -136,7 +134,7 @@ def beside_cross_attention(
     generation_config.cache_implementation = "static" if own.is_compileable else None
     generation_config.cache_config = None
     prepare(generation_config, model_kwargs)
-    made = model_kwargs.get("past_key_values")
+    made = model_kwargs.get(CACHE)
     if not isinstance(made, EncoderDecoderCache):
         return None
     return KVQuantEncoderDecoderCache(own, made.cross_attention_cache)

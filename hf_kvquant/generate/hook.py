@@ -2,7 +2,7 @@
 
 `patch` puts `prepare_cache` in place of a model's own `_prepare_cache_for_generation`, and `enable` does so for all
 models. Where `generate` would have built a default cache, it builds a `KVQuantCache`. The choice is made here and not
-in `generation_config`, where it would clash with `past_key_values=` and leak into the calls of an assistant model.
+in `generation_config`, where it would clash with `cache=` and leak into the calls of an assistant model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..state import notes_on, patch_of, state_of
 from ..storage.pool import BufferPool
 from ..storage.residency import BufferKind
 from ..transforms.of_model import key_transforms
+from ..upstream.releases import CACHE
 from .encoder_decoder import (
     beside_cross_attention,
     check_cross_attention,
@@ -89,9 +90,9 @@ def prepare_cache(
     _check_given(call)
     config = _config_of(call)
     if config is None:
-        pair = croppable(model_kwargs.get("past_key_values"))
+        pair = croppable(model_kwargs.get(CACHE))
         if pair is not None:
-            model_kwargs["past_key_values"] = pair
+            model_kwargs[CACHE] = pair
             compile_with_masks_only(model, generation_config, model_kwargs)
         return prepare(generation_config, model_kwargs)
     cache = _new_cache(call, config)
@@ -102,10 +103,10 @@ def prepare_cache(
         pair = beside_cross_attention(cache, prepare, generation_config, model_kwargs)
         if pair is None:
             raise _no_cache_of_the_decoder(model)
-        model_kwargs["past_key_values"] = pair
+        model_kwargs[CACHE] = pair
         compile_with_masks_only(model, generation_config, model_kwargs)
     else:
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
     if generation_config.prefill_chunk_size is not None and not cache.quant_config.capture:
         _allocate_early(call, cache)
     if asks_for_us(generation_config):
@@ -180,7 +181,7 @@ def asks_for_us(generation_config: Any) -> bool:
 
 def _config_of(call: _Call) -> KVQuantConfig | None:
     """The config of the cache that a call asks for, or `None` if it does not ask for one of ours."""
-    if call.inputs.get("past_key_values") is not None or call.options.use_cache is False:
+    if call.inputs.get(CACHE) is not None or call.options.use_cache is False:
         return None
     patch = patch_of(call.model)
     if asks_for_us(call.options):
@@ -190,12 +191,12 @@ def _config_of(call: _Call) -> KVQuantConfig | None:
 
 
 def _check_given(call: _Call) -> None:
-    """Refuse what cannot be used as `past_key_values`, and make a cache of ours ready for the call."""
+    """Refuse what cannot be used as the cache of a call, and make a cache of ours ready for the call."""
     model = call.model
-    given = call.inputs.get("past_key_values")
+    given = call.inputs.get(CACHE)
     if isinstance(given, (str, Mapping, KVQuantConfig, type)):
         raise TypeError(
-            f"generate: `past_key_values` must be a cache, got {type(given).__name__}. "
+            f"generate: `{CACHE}` must be a cache, got {type(given).__name__}. "
             "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing."
         )
     own = decoder_cache(given)
@@ -206,7 +207,7 @@ def _check_given(call: _Call) -> None:
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
-    check_layers("generate", "past_key_values", len(own.layers), count_layers(model.config))
+    check_layers("generate", CACHE, len(own.layers), count_layers(model.config))
     check_cross_attention(model, given, call.inputs)
     own.undo_step()
     _check_new_tokens(call, own)
@@ -228,7 +229,7 @@ def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
     if call.model.config.is_encoder_decoder or tokens is None or tokens > held or held == 0:
         return
     raise ValueError(
-        f"generate: `input_ids` must have tokens after the {held} that `past_key_values` holds, got {tokens} in all, "
+        f"generate: `input_ids` must have tokens after the {held} that `{CACHE}` holds, got {tokens} in all, "
         f"padding included. Call crop({tokens - 1 - held}) on the cache to continue from them, or reset it."
     )
 

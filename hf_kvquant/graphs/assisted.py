@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..models.layers import layers_of
 from ..models.text_config import text_config_of
 from ..state import Assisted, notes_on, patch_of
+from ..upstream.releases import CACHE
 from .capture import Forward, is_captured
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,17 @@ class Replayed:
     def __call__(self, **inputs: Any) -> Any:
         return self._replayed_forward(**inputs)
 
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """See `PreTrainedModel`. Since 5.24, transformers' assisted loop asks for it, as its others do."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replayed_model, name)
 
 
 def decode(model: Any, input_ids: Tensor, *, inputs_tensor: Any = None, **call: Any) -> Any:
     """A decoding method for `custom_generate` of `generate`; arguments as transformers' `_assisted_decoding`."""
-    caller = Replayed(model) if is_captured(call.get("past_key_values")) else model
+    caller = Replayed(model) if is_captured(call.get(CACHE)) else model
     return type(model)._assisted_decoding(caller, input_ids, inputs_tensor=inputs_tensor, **call)
 
 

@@ -32,6 +32,7 @@ from ..models.adapters import adapter_settings
 from ..models.hashes import plain_tensors
 from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
+from ..upstream.releases import CACHE, with_cache
 from .fusion import fused
 from .prefetch import Prefetch
 
@@ -271,7 +272,7 @@ class CapturedStep(abc.ABC):
 
         def step() -> Any:
             with fused(model):
-                output = model(**self.inputs, past_key_values=cache)
+                output = model(**self.inputs, **with_cache(cache))
             return self._finish(output, cache)
 
         return self._runner.run(step, cache)
@@ -336,7 +337,7 @@ class Forward:
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the forward. See `PreTrainedModel.forward` for arguments and results."""
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(CACHE)
         if not is_captured(cache):
             return type(self._model).get_compiled_call(self._model, self._compile_config)(**inputs)
         input_ids = inputs.get("input_ids")
@@ -355,7 +356,7 @@ class Forward:
             if not self._are_chunks_captured:
                 raise
             # Experts that wait for the device do not where transformers has optimised the model for decoding, which its
-            # assisted loop does not do (5.17 to 5.23).
+            # assisted loop does since 5.24.
             _log_proposals_uncaptured(type(self._model).__name__)
             self._most_new_tokens = 0
             return self._model(**inputs)

@@ -29,6 +29,7 @@ from ..attention.masks import is_bounds
 from ..cache.cache import KVQuantCache
 from ..state import notes_on
 from ..storage import rewind
+from ..upstream.releases import CACHE, with_cache
 from . import assisted
 from .capture import CapturedStep, fill, is_captured, key_of, log_slower_loop
 
@@ -50,7 +51,7 @@ _SERVED_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 # If a model overrides one of these, its inputs may advance in another way than by one position per step.
 _FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # Inputs that the loop knows how to advance.
-_ADVANCED = ("attention_mask", "position_ids", "past_key_values")
+_ADVANCED = ("attention_mask", "position_ids", CACHE)
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +92,7 @@ def decode(model: Any, input_ids: Tensor, *, streamer: Any = None, **call: Any) 
         RuntimeError: The step cannot be captured.
         ValueError: The cache is full.
     """
-    if is_captured(call.get("past_key_values")):
+    if is_captured(call.get(CACHE)):
         if call["generation_config"].is_assistant:  # always asked for scores
             return type(model)._sample(assisted.Replayed(model), input_ids, streamer=streamer, **call)
         loop = _Loop(model, input_ids, streamer, **call)
@@ -218,7 +219,7 @@ class _Loop:
         self._model, self._input_ids, self._streamer = model, input_ids, streamer
         self._processors, self._criteria, self._config = logits_processor, stopping_criteria, generation_config
         self._inputs = model_kwargs
-        self._cache: KVQuantCache = model_kwargs["past_key_values"]
+        self._cache: KVQuantCache = model_kwargs[CACHE]
         self._random_states: list[Tensor] = []  # after each token
 
     def why_not(self) -> str | None:
@@ -270,7 +271,7 @@ class _Loop:
         new_ids = torch.stack([tokens for tokens, _ in received], dim=1).to(input_ids.device)
         sequences: Any = torch.cat([input_ids, new_ids], dim=1)
         if returns_cache:
-            return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self._cache)
+            return GenerateDecoderOnlyOutput(sequences=sequences, **with_cache(self._cache))
         return sequences
 
     def _run_steps(self, report: Tensor, steps_ahead: int) -> tuple[list[Tensor], int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
+from ..upstream.releases import CACHE
 from .text_config import text_config_of
 
 
@@ -62,4 +63,4 @@ def keeps_cache(model: PreTrainedModel) -> bool:
         return is_supported()
     # BERT accepts a cache only as a decoder, which its config tells; other configs have no such attribute.
     is_encoder = getattr(model.config, "is_decoder", None) is False and not model.config.is_encoder_decoder
-    return "past_key_values" in inspect.signature(type(model).forward).parameters and not is_encoder
+    return CACHE in inspect.signature(type(model).forward).parameters and not is_encoder

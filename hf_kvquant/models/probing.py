@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
+from ..upstream.releases import with_cache
 from .layers import layers_of
 from .text_config import text_config_of
 
@@ -39,7 +40,7 @@ def states_of_a_token(model: PreTrainedModel) -> dict[int, tuple[Tensor, Tensor]
         decoder, given = model.get_decoder(), EncoderDecoderCache(cache, DynamicCache())
     token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
     with evaluating(model):
-        decoder(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=given, use_cache=True)
+        decoder(input_ids=token, attention_mask=torch.ones_like(token), **with_cache(given), use_cache=True)
     whole = {
         i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding
     }
@@ -81,7 +82,7 @@ def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = 
     # Compiled code does not see hooks and was compiled for other shapes.
     with torch.compiler.set_stance("force_eager"):
         logits: Tensor = model(
-            input_ids=input_ids.to(device), past_key_values=cache, use_cache=cache is not None, **placed
+            input_ids=input_ids.to(device), **with_cache(cache), use_cache=cache is not None, **placed
         ).logits
     return logits
 

@@ -29,6 +29,7 @@ from ...models.probing import forward
 from ...models.text_config import context_of
 from ...patching import patched
 from ...transforms.of_model import key_transforms
+from ...upstream.releases import with_cache
 from ..errors import Refused, UsageError
 from ..measuring.fidelity import UNQUANTIZED
 from ..measuring.pairs import DEQUANTIZED, Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
@@ -197,7 +198,7 @@ def read_context(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
     # Only the last logits: those of a whole context can be larger than its keys and values.
     takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if takes_count else {}
-    model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+    model(input_ids=ids, **with_cache(cache), use_cache=True, **options)
 
 
 def joined(parts: Sequence[Scores]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from ...config import KVQuantConfig
 from ...patching import patched
+from ...upstream.releases import cache_of
 from .fidelity import UNQUANTIZED, Fidelity, compare
 
 # Tokens generated before anything is timed, so that no preset pays for the start of threads and allocators.
@@ -107,7 +108,7 @@ def continue_prompt(
             return_dict_in_generate=True,
             **{"do_sample": False, **options},
         )
-    cache = result.past_key_values
+    cache = cache_of(result)
     step_seconds = [after - before for before, after in itertools.pairwise(streamer.times)]
     return Continuation(result.sequences, step_seconds, cache.bytes_per_token, cache.num_bytes)
 

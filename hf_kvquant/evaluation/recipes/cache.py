@@ -122,7 +122,7 @@ class GrowingLayer(RoomyLayer):
             block = self.sides[side][0].block
             self.known[side] = first, known[:, :, : max(0, tokens - first) // block * block]
 
-    def crop(self, max_length: int) -> None:
+    def crop(self, tokens_to_remove: int) -> None:
         """Refuse: tokens with codes are not kept dense."""
         raise NotImplementedError("recipes: `crop` must not be called, got a crop. Use sampling without assistants.")
 

@@ -27,6 +27,7 @@ from ...config import DEFAULT_PRESET, KVQuantConfig
 from ...models.text_config import text_config_of
 from ...patching import patch
 from ...transforms.of_model import key_transforms
+from ...upstream.releases import with_cache
 from ..errors import NothingRead
 from ..measuring.pairs import Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
 from ..measuring.simulation import simulated, simulated_cache, why_not_simulated
@@ -275,9 +276,7 @@ class KVQuantLM(ScoringLM):
         """Generate through the quantised cache, and check that its codes were read."""
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
         count_pairs(cache)
-        generated: Tensor = super()._model_generate(
-            context, max_length, stop, past_key_values=cache, **generation_kwargs
-        )
+        generated: Tensor = super()._model_generate(context, max_length, stop, **with_cache(cache), **generation_kwargs)
         read, dequantized = pairs_of(cache), cache.pairs_dequantized
         new_tokens = generated.shape[1] - context.shape[1]
         is_quantized = any(storage.is_quantized for storage in cache.storages)

@@ -16,6 +16,7 @@ from transformers import Cache
 
 from ...attention.backends import without_cudnn
 from ...common.progress import show_progress
+from ...upstream.releases import with_cache
 from .batches import Row, Score
 
 # The texts (`None` within a rolling one), then the tokens of context and continuation.
@@ -87,7 +88,7 @@ class ScoringLM(HFLM):  # type: ignore[misc]
             output = self.model(
                 input_ids=ids,
                 attention_mask=mask,
-                past_key_values=cache,
+                **with_cache(cache),
                 use_cache=True,
                 **{name: value for name, value in options.items() if name in self._takes},
             )

@@ -1,0 +1,57 @@
+"""What differs between the releases of transformers that this package works with. Nothing else asks for a version.
+
+A switch says since which release it holds. If `OLDEST` rises beyond that, the switch goes, and what it guards with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+# The releases that the tests run on, apart from some between them: the bound in pyproject.toml, and the pin in
+# requirements.txt.
+OLDEST, NEWEST = "5.17", "5.24"
+TESTED = f"{OLDEST} to {NEWEST}"
+
+VERSION: str = transformers.__version__
+
+
+def is_since(release: str) -> bool:
+    """Whether the installed transformers is this release, such as `"5.24"`, or a newer one."""
+    return Version(VERSION).release >= Version(release).release
+
+
+def is_untested() -> bool:
+    """Whether the installed transformers has another minor version than `NEWEST`, and a newer one."""
+    return Version(VERSION).release[:2] > Version(NEWEST).release[:2]
+
+
+def described() -> str:
+    """The installed version, and that it is newer than those tested if it is."""
+    return f"{VERSION}, newer than those tested ({TESTED})" if is_untested() else VERSION
+
+
+# The name of a cache among the arguments of models and of `generate`, and in their outputs.
+CACHE = "cache" if is_since("5.24") else "past_key_values"
+
+# Whether `generate` makes the masks of static caches before a compiled step, also without a padding mask.
+MAKES_MASKS_FIRST = is_since("5.18")
+
+# Since when the paged cache of continuous batching has the parts that ours replaces.
+PAGES_SINCE = "5.23"
+HAS_PAGES = is_since(PAGES_SINCE)
+
+# Who calls `update` of that cache: the model, before attention, or the attention function, which gets the cache.
+DO_MODELS_UPDATE_PAGES = is_since("5.24")
+
+
+def with_cache(cache: Any) -> dict[str, Any]:
+    """A cache as the keyword argument of a model or of `generate`: `model(ids, **with_cache(cache))`."""
+    return {CACHE: cache}
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in the output of a model or of `generate`."""
+    return getattr(output, CACHE)

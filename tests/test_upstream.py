@@ -1,0 +1,222 @@
+"""What this package relies on in transformers, held against the installed release: which file of ours must follow."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import transformers
+from transformers import GenerationMixin
+
+import hf_kvquant
+from hf_kvquant.environment import environment
+from hf_kvquant.upstream import contracts, releases
+from hf_kvquant.upstream.contracts import CONTRACTS, Contract, changed_overrides
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hf_kvquant"
+# What needs optional packages, or transformers' pages.
+OPTIONAL = ("batching", "serving", "evaluation")
+
+
+def names_of(contract: Contract) -> str:
+    return f"{contract.ours}-{contract.theirs.rpartition('.')[2]}"
+
+
+def is_for_pages(path: str) -> bool:
+    return path.startswith(("batching/", "serving/"))
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=names_of)
+def test_theirs_is_as_ours_expects(contract: Contract) -> None:
+    if is_for_pages(contract.ours) and not releases.HAS_PAGES:
+        pytest.skip("transformers' paged cache has another design")
+    why = contract.why_broken()
+    assert why is None, f"transformers {transformers.__version__} {why}: hf_kvquant/{contract.ours} must follow"
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=names_of)
+def test_each_contract_is_needed_by_its_file(contract: Contract) -> None:
+    source = (PACKAGE / contract.ours).read_text()
+    if contract.ours == "upstream/releases.py":
+        assert releases.CACHE in contract.parameters + contract.mentions
+    else:
+        # Masks and attention are called by name of the parameter, not of the function.
+        wanted = contract.theirs.rpartition(".")[2], *re.findall(r"\w+", contract.mentions + contract.parameters)
+        assert any(re.search(rf"\b{name}\b", source) for name in wanted), contract.ours
+
+
+def files() -> list[str]:
+    return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+def imports_of(path: str) -> Iterator[tuple[str, str]]:
+    """Module and name of everything that a file of ours imports from transformers, wherever it does."""
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("transformers"):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", [path for path in files() if any(True for _ in imports_of(path))])
+def test_what_a_file_imports_is_there(path: str) -> None:
+    if is_for_pages(path) and not releases.HAS_PAGES:
+        pytest.skip("transformers' paged cache has another design")
+    for module, name in imports_of(path):
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}: hf_kvquant/{path} must follow"
+
+
+def modules() -> list[str]:
+    names = []
+    for path in files():
+        if not path.endswith("__main__.py") and (releases.HAS_PAGES or not is_for_pages(path)):
+            names.append("hf_kvquant." + path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def classes_over_theirs() -> list[type]:
+    found: dict[str, type] = {}
+    for name in modules():
+        for kind in vars(importlib.import_module(name)).values():
+            if inspect.isclass(kind) and kind.__module__ == name:
+                if any(each.__module__.startswith("transformers.") for each in kind.__mro__):
+                    found[f"{name}.{kind.__name__}"] = kind
+    return list(found.values())
+
+
+def test_what_we_override_takes_what_theirs_takes() -> None:
+    kinds = classes_over_theirs()
+    assert len(kinds) > 10
+    changed = {f"{kind.__module__}: {each}" for kind in kinds for each in changed_overrides(kind)}
+    assert not changed
+
+
+def private_names() -> dict[str, set[str]]:
+    """Names with an underscore that files of ours read on objects of others, with the files."""
+    own: set[str] = set()
+    read: dict[str, set[str]] = {}
+    for path in files():
+        for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-z]\w*", node.attr):
+                is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                if is_own and isinstance(node.ctx, ast.Store):
+                    own.add(node.attr)
+                elif not is_own:
+                    read.setdefault(node.attr, set()).add(path)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            elif isinstance(node, ast.Constant) and re.fullmatch(r"_[a-z]\w*", str(node.value)):
+                read.setdefault(str(node.value), set()).add(path)
+    return {name: paths for name, paths in read.items() if name not in own}
+
+
+def test_every_private_name_of_theirs_has_a_contract() -> None:
+    """A name that only their code defines is in the table, so that its loss is noticed."""
+    known = " ".join(f"{each.theirs} {each.mentions}" for each in CONTRACTS)
+    folder = Path(transformers.__file__).parent
+    theirs = "\n".join(
+        (folder / path).read_text()
+        for path in ("modeling_utils.py", "configuration_utils.py", "generation/utils.py", "cache_utils.py")
+    )
+    # Documented for users of transformers, or set by us.
+    left_out = {"_attn_implementation", "_commit_hash", "_version"}
+    defined = {
+        name for name in private_names() if re.search(rf"def {name}\b|self\.{name} = |^    {name}\b", theirs, re.M)
+    }
+    missing = {name: private_names()[name] for name in defined - left_out if not re.search(rf"\b{name}\b", known)}
+    assert not missing
+
+
+# --- releases that are newer than those tested ------------------------------------------------------------------------
+
+
+def test_the_versions_are_those_that_are_installed_and_pinned() -> None:
+    bound = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    pin = re.search(r'^transformers==([\d.]+); python_version >= "3.11"', (ROOT / "requirements.txt").read_text(), re.M)
+    assert bound is not None and bound[1] == releases.OLDEST
+    assert pin is not None and pin[1].startswith(f"{releases.NEWEST}.")
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A transformers with the version 6.0.0 that is otherwise the installed one."""
+    contracts._changed.cache_clear()
+    monkeypatch.setattr(releases, "VERSION", "6.0.0")
+    yield monkeypatch
+    contracts._changed.cache_clear()
+
+
+REMEDY = f"This version of hf_kvquant works with {releases.TESTED}. Install one of these, or a newer hf_kvquant."
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_newer_release_that_has_changed_nothing_works_and_is_named() -> None:
+    model = models.build("llama")
+    hf_kvquant.patch(model, "int4")
+    assert models.greedy(model, models.left_padded(), 2).sequences.shape[1] > 2
+    assert environment()["transformers"] == f"6.0.0, newer than those tested ({releases.TESTED})"
+
+
+def test_a_tested_release_is_not_called_newer() -> None:
+    assert not releases.is_untested() and "newer" not in environment()["transformers"]
+
+
+def test_a_newer_release_that_calls_the_hook_otherwise_is_refused(newer: pytest.MonkeyPatch) -> None:
+    def other(self: Any, generation_config: Any, inputs: Any) -> None:
+        """Stands for a change: "cache" "past_key_values"."""
+
+    model = models.build("llama")
+    before = dict(vars(model))
+    newer.setattr(GenerationMixin, "_prepare_cache_for_generation", other)
+    expected = CONTRACTS[[each.theirs.endswith("_prepare_cache_for_generation") for each in CONTRACTS].index(True)]
+    for where, call in {
+        "patch": lambda: hf_kvquant.patch(model, "int4"),
+        "enable": hf_kvquant.enable,
+        "KVQuantCache": lambda: hf_kvquant.KVQuantCache(model.config, "int4"),
+    }.items():
+        with pytest.raises(NotImplementedError) as raised:
+            call()
+        assert str(raised.value) == (
+            f"{where}: transformers 6.0.0 has {expected.theirs} with the parameters "
+            f"['self', 'generation_config', 'inputs'], not {expected.parameters.split()}. {REMEDY}"
+        )
+    assert vars(model) == before
+
+
+def test_a_newer_release_without_something_is_refused(newer: pytest.MonkeyPatch) -> None:
+    newer.delattr(GenerationMixin, "_valid_auto_compile_criteria")
+    with pytest.raises(NotImplementedError) as raised:
+        hf_kvquant.patch(models.build("llama"), "int4")
+    assert str(raised.value) == (
+        "patch: transformers 6.0.0 has no transformers.generation.utils.GenerationMixin._valid_auto_compile_criteria. "
+        + REMEDY
+    )
+
+
+@pytest.mark.skipif(not releases.HAS_PAGES, reason="transformers' paged cache has another design")
+def test_a_newer_release_with_other_batching_serves_generate(newer: pytest.MonkeyPatch) -> None:
+    from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+
+    def other(self: Any, generation_config: Any = None) -> None:
+        """Stands for a change."""
+
+    model = models.build("llama")
+    newer.setattr(ContinuousMixin, "init_continuous_batching", other)
+    hf_kvquant.patch(model, "int4")
+    with pytest.raises(NotImplementedError) as raised:
+        model.init_continuous_batching()
+    assert str(raised.value).endswith(REMEDY) and "init_continuous_batching" in str(raised.value)
+
+
+def test_contracts_say_what_their_source_lacks() -> None:
+    contract = Contract("cache/cache.py", "transformers.cache_utils.Cache.update", mentions="no_such_name")
+    assert contract.why_broken() == "has transformers.cache_utils.Cache.update without ['no_such_name']"
+    assert Contract("", "transformers.no_such_module.x").why_broken() == "has no transformers.no_such_module.x"
