@@ -16,6 +16,12 @@ OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attention.py own_attention.py cache_file.py \
                   compile.py capture.py encoder_decoder.py)
+# The newest releases that the index has, in an environment that takes all else from that of `make setup`, and the tests
+# of what uses them. A CUDA build of torch takes several GB: name the others alone to leave it out.
+NEWEST := build/newest
+NEWEST_PACKAGES ?= transformers peft accelerate lm-eval torch
+NEWEST_TESTS := $(sort $(OLDEST_TESTS) $(addprefix tests/test_,upstream.py adapters.py batching.py batching_pages.py \
+                  batching_support.py eval_tasks.py families.py hybrids.py offloading.py parallel.py serve.py))
 CUDA_ARCHS ?= 90
 # Packages of `make hub`, besides the virtual environment.
 HUB_TOOLS := build/hub-tools
@@ -71,7 +77,7 @@ SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py wind
 # Python and torch are not instrumented, so libasan is preloaded; libstdc++ too, so that libasan sees exceptions thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
-.PHONY: help setup demo quality test test-all test-gpu mutate oldest sanitize sanitize-cpu lint lint-workflows format types cuda \
+.PHONY: help setup demo quality test test-all test-gpu mutate oldest newest sanitize sanitize-cpu lint lint-workflows format types cuda \
     headers wheel docs hub clean distclean
 
 help:  ## list the commands
@@ -109,6 +115,17 @@ mutate: $(READY)  ## break one line at a time and see which test fails (takes ho
 oldest: $(OLDEST)/stamp  ## test cache and generation with the oldest supported transformers
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(PYTEST_ARGS) $(OLDEST_TESTS)
+
+# pip counts what the other environment has as installed, so here is only what is newer. Tests run if anything is.
+newest: $(READY)  ## test with the newest transformers, peft, accelerate, lm-eval and torch (NEWEST_PACKAGES="..." for some)
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv --without-pip $(NEWEST)
+	echo "$(abspath $(VENV))" | sed "s#\$$#/lib/$$(ls $(VENV)/lib)/site-packages#" >"$$(echo $(NEWEST)/lib/*/site-packages)/pinned.pth"
+	$(call step,installing what is newer,PIP_CONSTRAINT=/dev/null $(NEWEST)/bin/python -m pip install --quiet --upgrade \
+	    $(NEWEST_PACKAGES))
+	@newer="$$(cd $(NEWEST)/lib/*/site-packages && ls -d *.dist-info 2>/dev/null | sed 's/.dist-info//' | tr '\n' ' ')"; \
+	if [ -z "$$newer" ]; then echo "nothing is newer than requirements.txt, which make test has tested"; else \
+	echo "newer: $$newer" && $(NEWEST)/bin/python -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS); fi
 
 # Every tensor gets its own memory, so that a read past its end is detected. CUDA calls that fail on purpose, such as
 # torch's search for devices, are not reported.

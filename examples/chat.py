@@ -61,7 +61,7 @@ class Chat:
         output = self.model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            past_key_values=self.cache,
+            cache=self.cache,
             max_new_tokens=max_new_tokens,
             do_sample=False,
         )[0].tolist()

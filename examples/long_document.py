@@ -61,7 +61,7 @@ def main() -> None:
     )
     seconds = time.perf_counter() - start
     print(tokenizer.decode(output.sequences[0, ids.shape[1] :], skip_special_tokens=True).strip())
-    held, tokens = output.past_key_values.num_bytes_held, output.past_key_values.get_seq_length()
+    held, tokens = output.cache.num_bytes_held, output.cache.get_seq_length()
     print(f"{seconds:.1f} s; cache: {tokens:,} tokens in {held:,} bytes, {arguments.preset} on {device}")
     print(hf_kvquant.report(model))
 

@@ -103,11 +103,9 @@ class Assisted:
     """An assisted call of `generate` that is running.
 
     Attributes:
-        beyond: Tokens that proposals may go beyond the requested length.
         max_length: Tokens that static caches of this call must hold; `None` before the model's cache is made.
     """
 
-    beyond: int
     max_length: int | None = None
 
 

@@ -43,7 +43,7 @@ from hf_kvquant.models.layers import layers_of
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.spec.planes import Planes
-from hf_kvquant.upstream.releases import with_cache
+from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, with_cache
 
 VOCAB_SIZE = 96
 PAD, BOS = 0, 1
@@ -224,12 +224,15 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Those that continuous batching serves.
-BATCHED = [
+_BATCHED = {
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "phi", "phi3",
     "gpt_neox", "gpt2", "gpt_bigcode", "opt", "cohere", "cohere2", "glm", "glm4", "olmo", "olmo2", "olmo3", "olmoe",
     "granite", "granitemoe", "gpt_oss", "smollm3", "starcoder2", "persimmon", "exaone4", "helium", "ernie4_5",
     "seed_oss", "arcee", "apertus", "hunyuan_v1_dense", "phimoe", "minimax_m2", "dots1",
-]  # fmt: skip
+}  # fmt: skip
+# Their models pass the cache on since 5.24.
+_BATCHED |= {"stablelm", "nemotron", "gptj", "codegen"} if DO_MODELS_UPDATE_PAGES else set()
+BATCHED = [name for name in FAMILIES if name in _BATCHED]
 
 
 # One family for each way to a cache: plain, with key biases, windows and softcaps, sinks, layers that share keys, a

@@ -749,8 +749,8 @@ def test_the_flag_captures_on_a_model_patched_for_it(model: Any) -> None:
             "outside our buffers, some of it on the host. Pass static=True instead, and generate compiles.",
         ),
         (
-            "gptj",
-            "patch: `capture` must be False for GPTJForCausalLM, got True: it computes attention by itself, "
+            "gpt_neo",
+            "patch: `capture` must be False for GPTNeoForCausalLM, got True: it computes attention by itself, "
             "outside transformers' registry. Pass static=True instead, and generate compiles.",
         ),
     ],

@@ -20,8 +20,9 @@ from torch._dynamo.utils import counters
 from transformers.generation.configuration_utils import CompileConfig
 
 from hf_kvquant import KVQuantCache, patched
+from hf_kvquant.generate import hook
 from hf_kvquant.transforms import of_model
-from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
+from hf_kvquant.upstream.releases import ASSISTS_STATIC_CACHES, CACHE, cache_of, with_cache
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,45 @@ def check_same_generation(model: Any, config: dict[str, Any], compiled: dict[str
             bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
             compare.assert_close(logits(output), logits(expected), bound, "logits")
     return output
+
+
+@pytest.mark.skipif(not ASSISTS_STATIC_CACHES, reason="caches grow in assisted decoding of this transformers")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("helper", ["lookup", "assistant"])
+def test_assisted_decoding_crops_static_caches(helper: str, is_compiled: bool, family: str) -> None:
+    """... of layers that can take back any number of tokens. Chunks of several lengths are compiled more than once."""
+    # Proposals of prompt lookup go beyond the end.
+    assistant = {"assistant_model": models.build("llama", num_hidden_layers=1)}
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if helper == "lookup" else assistant
+    compiled = compiled_for("eager") if is_compiled else {}
+    prompt = {"input_ids": torch.tensor([[5, 9, 5, 9, 5, 9, 7, 5, 9]])}
+    model = models.family(family)
+    with patched(model, "int8"):
+        expected = greedy(model, prompt, 12)
+    with patched(model, {"preset": "int8", "static": True}), torch._dynamo.config.patch(error_on_recompile=False):
+        output = greedy(model, prompt, 12, **options, **compiled)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert cache_of(output).is_compileable == (family != "lfm2")
+    assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
+    assert not counters["graph_break"]
+    assert bool(counters["stats"]["unique_graphs"]) == (is_compiled and family != "lfm2")
+
+
+@pytest.mark.skipif(not ASSISTS_STATIC_CACHES, reason="caches grow in assisted decoding of this transformers")
+def test_proposals_that_a_static_cache_has_no_room_for(caplog: pytest.LogCaptureFixture) -> None:
+    hook._log_growing.cache_clear()
+    model, prompt = models.family("llama"), {"input_ids": torch.tensor([[5, 9, 5, 9, 5, 9, 7, 5, 9]])}
+    with patched(model, "int8"):
+        expected = greedy(model, prompt, 12)
+    with patched(model, {"preset": "int8", "max_cache_len": 20}), caplog.at_level("WARNING", "hf_kvquant"):
+        output = greedy(model, prompt, 12, prompt_lookup_num_tokens=10)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert not cache_of(output).is_compileable
+    assert [record.message for record in caplog.records if record.name == "hf_kvquant.generate.hook"] == [
+        "generate keeps no static cache for this assisted decoding: `max_cache_len` must be at least 30 for this "
+        "prompt, max_new_tokens and the proposals, got 20. Correct, slower."
+    ]
 
 
 @pytest.mark.full(

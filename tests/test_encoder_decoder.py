@@ -34,7 +34,7 @@ from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.generate import encoder_decoder
 from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache, croppable
 from hf_kvquant.models.probing import keys_of_a_token
-from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
+from hf_kvquant.upstream.releases import CACHE, MAKES_MASKS_FIRST, cache_of, with_cache
 
 WIDTH = 2 * HEAD_DIM
 # The names of BART's config, which most of its relatives share. Encoder and decoder differ in their number of layers.
@@ -485,7 +485,7 @@ def compiled() -> Iterator[dict[str, Any]]:
 def test_generate_compiles_one_graph(name: str, compiled: dict[str, Any]) -> None:
     model = build(name)
     prompt = {}
-    if not encoder_decoder._MAKES_MASKS:
+    if not MAKES_MASKS_FIRST:
         if name == "whisper":
             pytest.skip("transformers 5.17 compiles no decoder without a mask, and Whisper's takes none")
         mask = torch.ones((3, 2), dtype=torch.long)
@@ -501,7 +501,7 @@ def test_without_a_mask_old_versions_of_transformers_do_not_compile(
     compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build("bart")
-    monkeypatch.setattr(encoder_decoder, "_MAKES_MASKS", False)
+    monkeypatch.setattr(encoder_decoder, "MAKES_MASKS_FIRST", False)
     encoder_decoder._log_uncompiled.cache_clear()
     with patched(model, {"preset": "int4", "static": True}), caplog.at_level(logging.WARNING, "hf_kvquant"):
         expected = greedy(model, inputs_of(model))

@@ -23,8 +23,10 @@ from torch import Tensor
 import hf_kvquant
 from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.attention import unregistered as own_attention
-from hf_kvquant.upstream.releases import cache_of, with_cache
+from hf_kvquant.upstream.releases import cache_of, is_since, with_cache
 
+# These use transformers' registry since 5.24, and are served like other models.
+REGISTERED = ("gptj", "codegen") if is_since("5.24") else ()
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]
 # The keys of the first layer depend on the tokens alone, so that they are the same in two runs to the last bit.
 FIRST_LAYER = {"preset": "int4", "layers": {1: "none"}}
@@ -97,6 +99,7 @@ def test_half_precision(family: str, dtype: torch.dtype, device: str) -> None:
     assert not any(storage.tally.fallbacks for storage in cache.storages)
 
 
+@pytest.mark.skipif("codegen" in REGISTERED, reason="CodeGen rotates in the model's dtype")
 def test_queries_of_codegen_may_be_rotated_in_float32() -> None:
     model = build("codegen").to(torch.bfloat16)
     exact = copy.deepcopy(model).float()
@@ -162,7 +165,7 @@ def test_masks_with_holes_fall_back(family: str) -> None:
 
 
 def test_training_and_attention_weights_fall_back() -> None:
-    model, ids = build("gptj"), torch.randint(3, 90, (1, 6))
+    model, ids = build("gpt_neo"), torch.randint(3, 90, (1, 6))
     with patched(model, "int8"), torch.no_grad():
         cache = KVQuantCache(model.config, "int8")
         model(ids, **with_cache(cache))
@@ -178,7 +181,7 @@ def test_patch_and_unpatch(family: str) -> None:
     model = build(family)
     for _ in range(2):
         hf_kvquant.patch(model, "int8")
-        assert len(overridden(model)) == 2
+        assert len(overridden(model)) == (0 if family in REGISTERED else 2)
     expected = greedy(model, left_padded())
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     hf_kvquant.unpatch(model)
@@ -236,7 +239,7 @@ def test_what_we_do_not_know_falls_back(
 
 
 def test_a_refused_patch_leaves_modules_alone() -> None:
-    model = build("gptj")
+    model = build("gpt_neo")
     with pytest.raises(NotImplementedError, match="`capture` must be False"):
         hf_kvquant.patch(model, {"preset": "int8", "capture": True})
     assert not overridden(model)

@@ -106,6 +106,8 @@ def _mpt(module: Any, attend: Attend, hidden_states: Tensor, position_bias: Tens
     return module.out_proj(out)
 
 
+# GPT-J and CodeGen use the registry since transformers 5.24. Once no older release is supported, they can go, with what
+# follows up to GPT-Neo.
 def _gptj(module: Any, attend: Attend, hidden_states: Tensor, *, position_ids: Tensor | None = None, **_: Any) -> Any:
     heads = module.num_attention_heads, module.head_dim
     projections = module.q_proj, module.k_proj, module.v_proj

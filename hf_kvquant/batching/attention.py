@@ -28,8 +28,8 @@ from ..attention.registry import (
 )
 from ..models.probing import evaluating
 from ..models.text_config import text_config_of
-from .cache import PagedCache
-from .support import Call
+from .cache import PagedCache, cache_noted_on, noted
+from .support import WHERE, Call
 
 # What transformers passes through the model besides `cache`. Here `PagedCache.groups` says all of it.
 _OF_BATCHES = frozenset(PagedAttentionArgs.__annotations__)
@@ -48,24 +48,30 @@ class Probe(PagedAttentionCache):
 
     Attributes:
         calls: Of every call of attention, the layer's index, and the shapes of keys and values.
+        is_counted: Whether the model has asked how many tokens there are.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.is_counted = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See `PagedCache.get_seq_length`."""
+        self.is_counted = True
+        return 0
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Pass on to our attention, as `PagedCache.update` does."""
-        kwargs["cache"] = self
-        return key_states, value_states
+        return noted(key_states, self), value_states
 
 
 @torch.no_grad()
 def calls_of_a_token(model: Any, prev: str) -> list[Call]:
     """The calls of paged attention that a model would make for one token. The model is left unchanged.
 
-    Layers that compute attention elsewhere, or do not pass the cache on, make none.
+    Layers that compute attention elsewhere, do not pass the cache on or change their keys, make none.
     """
     name = f"{paged_name(prev)}-probe"
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
@@ -75,14 +81,30 @@ def calls_of_a_token(model: Any, prev: str) -> list[Call]:
     set_attention(model, name)
     try:
         with evaluating(model):
-            model(input_ids=token, position_ids=token, use_cache=False, cache=probe)
+            logits = model(input_ids=token, position_ids=token, use_cache=False, cache=probe).logits
+            if probe.is_counted:
+                moved = model(input_ids=token, position_ids=token + 1, use_cache=False, cache=Probe()).logits
+                _check_positions(model, logits, moved)
     finally:
         set_attention(model, before)
     return probe.calls
 
 
+def _check_positions(model: nn.Module, logits: Tensor, moved: Tensor) -> None:
+    """Refuse a model that does not use the positions that it is told, but counts the tokens of its cache.
+
+    Raises:
+        NotImplementedError: The logits of a token are the same at another position.
+    """
+    if torch.equal(logits, moved):
+        raise NotImplementedError(
+            f"{WHERE}: {type(model).__name__} must take positions from `position_ids`, got a model that counts the "
+            "tokens of its cache, which holds those of all requests. Use generate, or unpatch the model."
+        )
+
+
 def _note_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, prev: str, **kwargs: Any) -> Any:
-    probe = kwargs.pop("cache", None)
+    probe = kwargs.pop("cache", None) or cache_noted_on(key)
     if isinstance(probe, Probe):
         probe.calls.append((module.layer_idx, key.shape, value.shape))
     return call_previous(prev, module, query, key, value, mask, **kwargs)
@@ -112,7 +134,7 @@ def paged_attention(
         prev: The implementation for first chunks.
         dropout: Of the attention weights; must be 0.
         scaling: Multiplies query · key; `None` means `head_dim ** -0.5`.
-        cache: A `PagedCache`, told which requests there are.
+        cache: A `PagedCache`, told which requests there are, or `None` if `key` has a note of it.
         **kwargs: Model-specific.
 
     Returns:
@@ -122,6 +144,7 @@ def paged_attention(
         NotImplementedError: The model asks for something that attention over codes does not support.
         RuntimeError: `cache` is not ours: the model was called while its attention is that of a manager.
     """
+    cache = cache or cache_noted_on(key)
     if not isinstance(cache, PagedCache):
         raise RuntimeError(
             f"continuous batching: `cache` must be the pages of a manager, got {type(cache).__name__}. Use the "

@@ -307,24 +307,43 @@ class PagedCache(PagedAttentionCache):
     ) -> None:
         """Do nothing: the op finds tokens by their page, not by an index for each."""
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0, for models that ask although they are told positions, such as OPT; others are refused."""
+        return 0
+
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Let the new keys and values pass to our attention, which writes them. See `releases.DO_MODELS_UPDATE_PAGES`.
+        """Let new keys and values pass to our attention, which writes them. See `releases.DO_MODELS_UPDATE_PAGES`.
 
         Args:
-            key_states: `[1, num_kv_heads, tokens, head_dim]`, returned as they are.
-            value_states: Likewise.
+            key_states: `[1, num_kv_heads, tokens, head_dim]`, returned with a note of this cache: see `cache_noted_on`.
+            value_states: Likewise, returned as they are.
             layer_idx: Of the layer.
-            kwargs: What the model is about to pass to attention. This cache is added to it.
+            kwargs: Not needed. Some models of transformers 5.24 do not pass it, such as GPT-NeoX.
 
         Raises:
             RuntimeError: Another attention than ours asks for dense keys and values, or would compute without pages.
         """
         if not DO_MODELS_UPDATE_PAGES or not is_ours(self.config._attn_implementation):
             raise _other_attention()
-        kwargs["cache"] = self
-        return key_states, value_states
+        return noted(key_states, self), value_states
+
+
+# Attention functions are told neither the cache nor whether a model has changed the keys since `update`. A note on the
+# tensor itself tells both: whatever is computed from it has none.
+_NOTE = "_hf_kvquant_cache"
+
+
+def noted(key: Tensor, cache: object) -> Tensor:
+    """Keys with a note of their cache."""
+    setattr(key, _NOTE, cache)
+    return key
+
+
+def cache_noted_on(key: Tensor) -> Any:
+    """The cache that `noted` has left on keys, `None` if there is none."""
+    return getattr(key, _NOTE, None)
 
 
 def _other_attention() -> RuntimeError:

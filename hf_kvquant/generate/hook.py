@@ -22,14 +22,14 @@ from ..cache.cache import KVQuantCache
 from ..cache.support import check_layers
 from ..config import BACKEND, KVQuantConfig, is_like_backend
 from ..models.adapters import adapted, changed
-from ..models.layers import count_layers, keeps_cache
+from ..models.layers import count_layers, keeps_cache, layers_of
 from ..models.sharding import check_heads
 from ..models.text_config import text_config_of
 from ..state import notes_on, patch_of, state_of
 from ..storage.pool import BufferPool
 from ..storage.residency import BufferKind
 from ..transforms.of_model import key_transforms
-from ..upstream.releases import CACHE
+from ..upstream.releases import ASSISTS_STATIC_CACHES, CACHE
 from .encoder_decoder import (
     beside_cross_attention,
     check_cross_attention,
@@ -54,6 +54,7 @@ class _Call:
     inputs: dict[str, Any]  # its `model_kwargs`
     batch: int  # sequences that a cache of this call holds, beams included
     max_length: int | None  # tokens that a static cache must hold; `None` if unknown, then the cache grows
+    is_cropped: bool  # whether transformers' own loop of assisted decoding takes back what was not accepted
     # Refuses a model whose steps cannot be captured; `None` refuses to capture.
     check_capturable: Callable[[PreTrainedModel], None] | None
 
@@ -77,9 +78,11 @@ def prepare_cache(
     """
     generation_mode, batch, max_length = args
     batch *= max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    is_cropped = False
     if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+        is_cropped = notes_on(model).assisted is None
         max_length = _assisted_length(model, generation_config, max_length)
-    call = _Call(model, generation_config, model_kwargs, batch, max_length, check_capturable)
+    call = _Call(model, generation_config, model_kwargs, batch, max_length, is_cropped, check_capturable)
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
         return (fall_through or getattr(type(model), HOOK))(model, generation_config, model_kwargs, *args)
@@ -132,15 +135,19 @@ def _drop_guessed_mask(options: Any, inputs: dict[str, Any]) -> None:
 def _assisted_length(model: PreTrainedModel, generation_config: Any, max_length: int) -> int | None:
     """Tokens that a static cache of assisted decoding must hold; `None` if the cache is to grow.
 
-    Proposals may go beyond the requested length, and an assistant's `generate` is called many times with one cache,
-    each time for the next few tokens. So the call that they belong to has noted what is needed.
+    Proposals may go beyond the requested length: those of prompt lookup are as many as asked for, wherever they start.
+    An assistant's `generate` is called many times with one cache, each time for the next few tokens. So the call that
+    they belong to has noted what is needed if it is captured; else the assistant's cache grows.
     """
     assisted, patch = notes_on(model).assisted, patch_of(model)
-    if assisted is None or patch is None:
-        return None
-    if not generation_config.is_assistant:
-        assisted.max_length = max_length + assisted.beyond
-    needed, given = assisted.max_length, patch.config.max_cache_len
+    needed: int | None = max_length + (generation_config.prompt_lookup_num_tokens or 0)
+    if assisted is None:
+        needed = needed if ASSISTS_STATIC_CACHES and not generation_config.is_assistant else None
+    elif generation_config.is_assistant:
+        needed = assisted.max_length
+    else:
+        assisted.max_length = needed
+    given = None if patch is None else patch.config.max_cache_len
     if needed is not None and given is not None and given < needed:
         _log_growing(needed, given)
         return None
@@ -150,8 +157,8 @@ def _assisted_length(model: PreTrainedModel, generation_config: Any, max_length:
 @functools.cache
 def _log_growing(needed: int, given: int) -> None:
     logger.warning(
-        "generate does not capture this assisted decoding: `max_cache_len` must be at least %d for this prompt, "
-        "max_new_tokens and the proposals, got %d. Correct, slower.",
+        "generate keeps no static cache for this assisted decoding: `max_cache_len` must be at least %d for this "
+        "prompt, max_new_tokens and the proposals, got %d. Correct, slower.",
         needed,
         given,
     )
@@ -242,7 +249,7 @@ def _new_cache(call: _Call, config: KVQuantConfig) -> KVQuantCache:
         num_layers = count_layers(model.config)
         layers = {index: formats for index, formats in config.layers.items() if index < num_layers}
         config = dataclasses.replace(config, layers=layers)
-    if call.max_length is None:
+    if call.max_length is None or (call.is_cropped and not _are_crops_exact(model, config)):
         config = dataclasses.replace(config, static=False, max_cache_len=None, capture=False)
     buffers: dict[str, Any] = {}
     if config.static and call.max_length is not None:
@@ -259,6 +266,16 @@ def _new_cache(call: _Call, config: KVQuantConfig) -> KVQuantCache:
         length = config.max_cache_len or _static_length(pool, call.batch, call.max_length)
         buffers = {"max_cache_len": length, "pool": pool}
     return KVQuantCache(model.config, config, key_transforms=key_transforms(model, config), **buffers)
+
+
+def _are_crops_exact(model: PreTrainedModel, config: KVQuantConfig) -> bool:
+    """Whether a static cache can take back any number of tokens: not where transformers keeps a window or a state.
+
+    Captured forwards have a loop of their own. Where that does not serve a call, caches grow, as they do for all calls
+    before transformers 5.24.
+    """
+    ours = {"full_attention", *(("sliding_attention",) if config.sliding else ())}
+    return not config.capture and set(layers_of(text_config_of(model))[0]) <= ours
 
 
 _UNDO = {"smooth_attention": "unsmooth", "rotate_values": "unrotate_values"}

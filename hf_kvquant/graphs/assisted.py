@@ -85,14 +85,12 @@ def _are_layers_croppable(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def sized(model: Any, config: Any, assistant: Any) -> Iterator[None]:
+def sized(model: Any, assistant: Any) -> Iterator[None]:
     """Within it, `generate` makes static caches for a model and its assistant that have room for all proposals.
 
     An assistant without `capture=True` keeps its growing cache.
     """
-    # In transformers 5.17 to 5.23, an assistant's proposals end before the requested length. Those of prompt lookup are
-    # as many as asked for, wherever they start.
-    assisted = Assisted(beyond=config.prompt_lookup_num_tokens or 0)
+    assisted = Assisted()
     patch = None if assistant is None else patch_of(assistant)
     served = [model]
     if patch is not None and patch.config.capture and _are_layers_croppable(assistant):

@@ -79,7 +79,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         assisted_loop = assisted.decoding_method(model, config, options)
     if assisted_loop is None:
         return method(model, *args, **kwargs)
-    with assisted.sized(model, config, assistant):
+    with assisted.sized(model, assistant):
         return method(model, *args, **kwargs, custom_generate=assisted_loop)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,8 @@ class PatchedModels(ModelManager):
 
     def _load_part(self, model_id_and_revision: str) -> PreTrainedModel:
         """The part of this rank, which transformers' server does not load."""
-        name, revision = model_id_and_revision.split("@", 1)
+        is_path = os.path.exists(model_id_and_revision)  # then it has no revision, since 5.24
+        name, _, revision = (model_id_and_revision, "", "main") if is_path else model_id_and_revision.rpartition("@")
         model: Any = AutoModelForCausalLM.from_pretrained(
             name,
             revision=revision,
@@ -78,5 +80,5 @@ class PatchedModels(ModelManager):
         return model
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The one model. transformers lists what the hub's cache holds, and fails without such a cache."""
+        """The one model. Before 5.24, transformers lists what the hub's cache holds, and fails without such a cache."""
         return [{"id": self.name, "object": "model", "created": 0, "owned_by": ""}]

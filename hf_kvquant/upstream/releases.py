@@ -39,6 +39,9 @@ CACHE = "cache" if is_since("5.24") else "past_key_values"
 # Whether `generate` makes the masks of static caches before a compiled step, also without a padding mask.
 MAKES_MASKS_FIRST = is_since("5.18")
 
+# Whether assisted decoding crops static caches, and compiles its steps over them.
+ASSISTS_STATIC_CACHES = is_since("5.24")
+
 # Since when the paged cache of continuous batching has the parts that ours replaces.
 PAGES_SINCE = "5.23"
 HAS_PAGES = is_since(PAGES_SINCE)
