@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import models
 import pytest
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from waiting import PATIENCE, until
 
 from hf_kvquant import cli, patched
 from hf_kvquant.batching.support import HAS_PAGES
@@ -448,16 +448,17 @@ def test_a_killed_run_of_two_processes_is_resumed(batch: Batch) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     first = [start(["hf_kvquant"], batch, RANK=str(rank), LOCAL_RANK=str(rank), **where) for rank in range(2)]
     parts = [batch.output.with_name(f"out.jsonl.{rank}-of-2") for rank in range(2)]
-    end = time.monotonic() + 120
-    while time.monotonic() < end and not all(path.exists() and path.stat().st_size for path in parts):
-        time.sleep(0.02)
+    until(
+        lambda: all(path.exists() and path.stat().st_size for path in parts),
+        lambda: all(process.poll() is None for process in first),
+    )
     for process in first:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate()
     held = sum(path.read_bytes().count(b"\n") for path in (batch.output, *parts) if path.exists())
     assert 2 <= held < 20
     second = start([*"torch.distributed.run --standalone --nproc_per_node 2 -m hf_kvquant".split()], batch)
-    output, error = second.communicate(timeout=240)
+    output, error = second.communicate(timeout=PATIENCE)
     assert second.returncode == 0, error
     assert output.count("20 of 20 lines answered") == 1
     assert not any(path.exists() for path in parts)

@@ -7,12 +7,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import waiting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_kvquant
@@ -26,9 +26,7 @@ def run(name: str, *arguments: str, where: Path, launcher: tuple[str, ...] = ())
     """The output of an example, which must end well."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *launcher, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return waiting.run(command, cwd=where, env=environment).stdout
 
 
 def test_chat_continues_from_turn_to_turn_and_from_run_to_run(tmp_path: Path) -> None:

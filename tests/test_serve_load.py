@@ -26,7 +26,8 @@ from hf_kvquant.batching.support import HAS_PAGES
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
-from servers import SECONDS, Running, held, serving, until
+from servers import Running, held, serving
+from waiting import PATIENCE, until
 
 COMPLETION = "/v1/completions"
 LONG = 4000  # tokens of an answer that nobody waits for
@@ -48,7 +49,7 @@ def running(folder: str) -> Iterator[Running]:
 async def clients(running: Running) -> Any:
     """One HTTP client of any number of connections."""
     limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(base_url=running.url, timeout=SECONDS, limits=limits) as client:
+    async with httpx2.AsyncClient(base_url=running.url, timeout=PATIENCE, limits=limits) as client:
         yield client
 
 
