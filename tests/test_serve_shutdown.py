@@ -8,8 +8,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
 import httpx2
+from programs import Program, started
 from servers import serving
 from waiting import PATIENCE, until
 
@@ -63,72 +62,48 @@ def test_no_request_is_taken_after_the_signal(folder: str) -> None:
         assert response.json()["error"]["message"] == "the server is shutting down."
 
 
-class Process:
-    """The command in a process of its own."""
-
-    def __init__(self, folder: str, *options: str) -> None:
-        arguments = ("serve", folder, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--dtype", "float32")
-        sizes = ("--cb-page-size", "128", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "512")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "hf_kvquant", *arguments, *sizes, *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert self.process.stdout is not None
-        self.lines: list[str] = []
-        while not self.lines or not self.lines[-1].startswith("Ready on "):
-            line = self.process.stdout.readline()
-            assert line, self.process.communicate()[1]
-            self.lines.append(line.rstrip("\n"))
-        self.url = self.lines[-1].removeprefix("Ready on ")
-
-    def end(self) -> tuple[int, str, str]:
-        """Exit code, the rest of stdout, and stderr."""
-        out, err = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, out, err
-
-
 @pytest.fixture
-def process(folder: str) -> Iterator[Process]:
-    started = Process(folder, "--shutdown-timeout", str(PATIENCE))
-    try:
-        yield started
-    finally:
-        if started.process.poll() is None:
-            started.process.kill()
-            started.process.communicate()
+def command(folder: str) -> Iterator[tuple[Program, str]]:
+    """The command in a process of its own, and where it listens."""
+    arguments = ("serve", folder, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--dtype", "float32")
+    sizes = ("--cb-page-size", "128", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "512")
+    program = Program("-m", "hf_kvquant", *arguments, *sizes, "--shutdown-timeout", str(PATIENCE))
+    with started(program):
+        *words, ready = program.says("/v1\n").splitlines()
+        assert words == [
+            f"Loading {folder} …",
+            f"Serving {folder} with int4 on cpu: 4,096 tokens of cache, up to 4,096 for each request.",
+        ]
+        yield program, ready.removeprefix("Ready on ")
 
 
-def test_a_signal_lets_running_requests_finish(process: Process, folder: str) -> None:
-    assert process.lines[:-1] == [
-        f"Loading {folder} …",
-        f"Serving {folder} with int4 on cpu: 4,096 tokens of cache, up to 4,096 for each request.",
-    ]
+STOPPING = f"Stopping: 1 requests have {PATIENCE} seconds. Signal again to end now.\n"
+
+
+def test_a_signal_lets_running_requests_finish(command: tuple[Program, str]) -> None:
+    program, url = command
     body = {"prompt": "a", "max_tokens": 200, "stream": True}
-    with httpx2.stream("POST", f"{process.url}/completions", json=body, timeout=PATIENCE) as response:
+    with httpx2.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE) as response:
         pieces = response.iter_lines()
         next(pieces)
-        process.process.send_signal(signal.SIGTERM)
+        program.signal(signal.SIGTERM)
         text = "\n".join(pieces)
     assert '"finish_reason":"length"' in text and '"completion_tokens":200' in text
-    code, out, err = process.end()
-    assert (code, out) == (0, f"Stopping: 1 requests have {PATIENCE} seconds. Signal again to end now.\n")
-    assert "Traceback" not in err
+    assert program.end() == 0 and program.out.endswith(f"/v1\n{STOPPING}")
+    assert "Traceback" not in program.err
     with pytest.raises(httpx2.ConnectError):
-        httpx2.get(f"{process.url}/models")
+        httpx2.get(f"{url}/models")
 
 
-def test_a_second_signal_ends_at_once(process: Process) -> None:
-    with httpx2.stream("POST", f"{process.url}/completions", json={**LONG, "stream": True}, timeout=PATIENCE) as stream:
+def test_a_second_signal_ends_at_once(command: tuple[Program, str]) -> None:
+    program, url = command
+    with httpx2.stream("POST", f"{url}/completions", json={**LONG, "stream": True}, timeout=PATIENCE) as stream:
         pieces = stream.iter_lines()
         next(pieces)
-        process.process.send_signal(signal.SIGINT)
-        assert process.process.stdout is not None
-        assert process.process.stdout.readline().startswith(f"Stopping: 1 requests have {PATIENCE} seconds.")
-        process.process.send_signal(signal.SIGTERM)
-        assert process.end()[0] == 128 + signal.SIGTERM
+        program.signal(signal.SIGINT)
+        program.says(STOPPING)
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
         with pytest.raises(httpx2.TransportError):  # the answer is cut off
             list(pieces)
 
