@@ -128,8 +128,10 @@ def _become(arguments: tuple[str, ...], where: str, variables: dict[str, str], o
     os.chdir(where)
     name, *rest = arguments
     if name == "-m":
-        sys.argv, sys.path[0] = rest, where
+        sys.argv = rest
+        sys.path.insert(0, where)
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = list(arguments), str(Path(name).parent)
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path(name).parent))
         runpy.run_path(name, run_name="__main__")
