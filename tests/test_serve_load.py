@@ -141,12 +141,13 @@ def test_a_full_queue(folder: str) -> None:
     with serving(folder, max_waiting=2, max_requests_per_batch=1) as running:
 
         async def six() -> list[httpx2.Response]:
+            body = {"prompt": "a", "max_tokens": 2}
             async with clients(running) as client:
                 with held(running):
-                    jobs = [asyncio.ensure_future(client.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}))]
+                    jobs = [asyncio.ensure_future(client.post(COMPLETION, json=body))]
                     while running.generation.num_running() == 0:
                         await asyncio.sleep(0.01)
-                    jobs += [asyncio.ensure_future(client.post(COMPLETION, json={"prompt": "b"})) for _ in range(5)]
+                    jobs += [asyncio.ensure_future(client.post(COMPLETION, json=body)) for _ in range(5)]
                     while sum(job.done() for job in jobs) < 3:
                         await asyncio.sleep(0.01)
                 return await asyncio.gather(*jobs)
