@@ -292,7 +292,7 @@ def save(model: PreTrainedModel, path: Path, **options: Any) -> str:
     return str(path)
 
 
-SHARED: list[Any] = []  # models that tests share: whoever patches one unpatches it (conftest.py looks)
+SHARED: list[Any] = []  # models that tests share: whoever patches one unpatches it (shared.py looks)
 
 
 def _shared(make: Callable[..., Any]) -> Callable[..., Any]:

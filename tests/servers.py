@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import torch
 from transformers import ContinuousBatchingConfig
+from waiting import PATIENCE, until
 
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.cli.serve import set_log_level
@@ -23,7 +23,6 @@ from hf_kvquant.serving.server import Server, bind, start
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 128
-SECONDS = 60.0  # no test waits longer for anything
 
 
 class Running:
@@ -40,7 +39,7 @@ class Running:
         self.app, self.server, self.url, self.thread = app, server, url, thread
         self.generation = app.generation
         self.processor = app.generation.processor
-        self.http = httpx2.Client(base_url=url, timeout=SECONDS)
+        self.http = httpx2.Client(base_url=url, timeout=PATIENCE)
 
     @property
     def model_name(self) -> str:
@@ -50,7 +49,7 @@ class Running:
     def openai(self, **options: Any) -> openai.OpenAI:
         """A client that asks once and does not try again."""
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **{"timeout": SECONDS, **options}
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **{"timeout": PATIENCE, **options}
         )
 
     def complete(self, **body: Any) -> httpx2.Response:
@@ -72,14 +71,6 @@ class Running:
         return not (self.generation.num_running() or self.generation.num_waiting() or self.app.requests.by_id)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something to become so."""
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not become so"
-        time.sleep(0.01)
-
-
 class Gate:
     """What steps of the generation thread wait for; then they raise `error`, if there is one."""
 
@@ -94,7 +85,7 @@ def held(running: Running) -> Iterator[Gate]:
     step, gate = running.processor._generation_step, Gate()
 
     def waiting_step(model: Any) -> None:
-        assert gate.opened.wait(SECONDS)
+        assert gate.opened.wait(PATIENCE)
         if gate.error is not None:
             raise gate.error
         step(model)
@@ -131,12 +122,12 @@ def serving(
         thread.start()
         running = Running(app, server, url, thread)
         try:
-            until(lambda: server.started)
+            until(lambda: server.started, thread.is_alive)
             yield running
         finally:
             running.http.close()
             server.should_exit = True
-            thread.join(SECONDS)
+            thread.join(PATIENCE)
             assert not thread.is_alive() and not running.generation.manager.is_running()
     check_nothing_leaks(running.processor)
 

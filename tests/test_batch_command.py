@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +12,9 @@ from typing import Any
 import models
 import pytest
 import torch
+from programs import finish, ranks, started
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from waiting import until
 
 from hf_kvquant import cli, patched
 from hf_kvquant.evaluation.preparation import load
@@ -420,46 +417,24 @@ def test_wrong_files(batch: Batch) -> None:
 
 
 # Two requests at a time, so that they end one after the other.
-LONG = ("--max-new-tokens", "200", "--cb-num-blocks", "2")
-
-
-def start(program: list[str], batch: Batch, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", *program, *batch.arguments(*LONG)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+LONG = ("--max-new-tokens", "100", "--cb-num-blocks", "2")
 
 
 def test_a_killed_run_of_two_processes_is_resumed(batch: Batch) -> None:
     """... by two again, after which one process finds nothing to do. Their answers are those of one process."""
     batch.write(*prompts(20))
-    # As launchers start them. These two can be killed, unlike the children of a launcher.
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    first = [start(["hf_kvquant"], batch, RANK=str(rank), LOCAL_RANK=str(rank), **where) for rank in range(2)]
+    command = "-m", "hf_kvquant", *batch.arguments(*LONG)
     parts = [batch.output.with_name(f"out.jsonl.{rank}-of-2") for rank in range(2)]
-    end = time.monotonic() + 120
-    while time.monotonic() < end and not all(path.exists() and path.stat().st_size for path in parts):
-        time.sleep(0.02)
-    for process in first:
-        process.kill()
-        process.communicate(timeout=60)
+    first = ranks(2, *command)
+    with started(*first):
+        until(
+            lambda: all(path.exists() and path.stat().st_size for path in parts),
+            lambda: all(program.process.is_alive() for program in first),
+        )
     held = sum(path.read_bytes().count(b"\n") for path in (batch.output, *parts) if path.exists())
     assert 2 <= held < 20
-    second = start([*"torch.distributed.run --standalone --nproc_per_node 2 -m hf_kvquant".split()], batch)
-    output, error = second.communicate(timeout=240)
-    assert second.returncode == 0, error
-    assert output.count("20 of 20 lines answered") == 1
+    (output, _), (other, _) = finish(*ranks(2, *command))
+    assert "20 of 20 lines answered" in output and other == ""
     assert not any(path.exists() for path in parts)
     together = batch.lines()
     code, output, _ = batch.run(*LONG)

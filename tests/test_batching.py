@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from waiting import next_result
 
 from hf_kvquant import KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.attention.registry import is_ours
@@ -118,8 +119,8 @@ def answers(manager: Any, prompts: list[list[int]]) -> list[list[int]]:
         manager.start()
     names, results = manager.add_requests(prompts), {}
     while len(results) < len(prompts):
-        result = manager.get_result(timeout=60)
-        assert result is not None and result.error is None, result
+        result = next_result(manager)
+        assert result.error is None, result
         results[result.request_id] = result.generated_tokens
     return [results[name] for name in names]
 
@@ -572,7 +573,7 @@ def test_a_prompt_that_never_fits_gets_an_error_of_its_own(tokens: int, preset: 
         with managed(model, num_blocks=num_blocks) as manager:
             manager.start()
             bad, good = manager.add_request(text(tokens)), manager.add_request(PROMPTS[0])
-            results = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in range(2))}
+            results = {each.request_id: each for each in (next_result(manager) for _ in range(2))}
             assert (
                 f"must have from 1 to {2 * PAGE} tokens, as many as all pages hold, got {tokens}." in results[bad].error
             )
@@ -590,7 +591,7 @@ def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: str, nu
         with managed(model, num_blocks=num_blocks, max_batch_tokens=512) as manager:
             manager.start()
             names = manager.add_request(prompt, max_new_tokens=500), manager.add_request(PROMPTS[0], max_new_tokens=30)
-            results = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in names)}
+            results = {each.request_id: each for each in (next_result(manager) for _ in names)}
             outgrown, good = (results[name] for name in names)
             assert f"must end before its tokens fill all pages, got {2 * PAGE} tokens." in outgrown.error
             assert outgrown.generated_tokens == expected[: len(outgrown.generated_tokens)]
@@ -615,12 +616,12 @@ def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other() -> None:
         with managed(model, num_blocks=1000) as manager:
             manager.start()
             name = manager.add_request([4, 8, 9], max_new_tokens=100_000, streaming=True)
-            assert manager.get_result(timeout=60) is not None
+            next_result(manager)
             manager.cancel_request(name)
             other = manager.add_request([5, 6, 7])
-            result = manager.get_result(timeout=60)
+            result = next_result(manager)
             while result.request_id != other:
-                result = manager.get_result(timeout=60)
+                result = next_result(manager)
             assert manager.batch_processor.cache.allocator.block_table == {}
         assert result.generated_tokens == alone(model, [5, 6, 7])
 
@@ -658,7 +659,7 @@ def test_unpatching_stops_a_running_manager() -> None:
     manager = model.init_continuous_batching(generation(10), settings(num_blocks=1000))
     manager.start()
     name = manager.add_request([5, 6, 7], max_new_tokens=100_000, streaming=True)
-    assert manager.get_result(name, timeout=60) is not None
+    next_result(manager, name)
     unpatch(model)
     assert not manager.is_running()
     assert model.config._attn_implementation == "sdpa"
@@ -705,7 +706,7 @@ def test_a_manager_that_is_not_waited_for_ends_its_requests_first() -> None:
     manager = model.init_continuous_batching(generation(200), settings())
     manager.start()
     manager.add_request([5, 6, 7], streaming=True)
-    assert manager.get_result(timeout=60) is not None
+    next_result(manager)
     thread = manager._generation_thread
     manager.stop(block=False, keep_for_next_session=True)
     thread.join()
@@ -765,7 +766,7 @@ def test_another_attention_does_not_read_codes() -> None:
         manager.start()
         model.set_attn_implementation("sdpa")
         manager.add_request([5, 6, 7])
-        result = manager.get_result(timeout=60)
+        result = next_result(manager)
     assert result.error.startswith("continuous batching: the attention implementation must stay the one that")
 
 
@@ -777,7 +778,7 @@ def test_a_model_that_adds_to_the_scores_is_refused() -> None:
         )
         manager.start()
         manager.add_request([5, 6, 7])
-        result = manager.get_result(timeout=60)
+        result = next_result(manager)
         hook.remove()
     assert "LlamaAttention cannot attend to pages of codes, since a position bias is added to" in result.error
 

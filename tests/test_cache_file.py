@@ -8,8 +8,6 @@ import os
 import pickle
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import models
 import pytest
 import torch
 from models import greedy, left_padded, logits
+from programs import Program, finish
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -150,11 +149,8 @@ def test_a_fresh_process_goes_on_to_the_bit(tmp_path: Path) -> None:
         torch.save((expected.sequences, expected.logits), tmp_path / f"{name}.expected")
         center = cache.storages[0].key_transform.center if "channel" not in name else torch.ones(1)
         assert center is not None and bool((center != 0).any())
-    folder = Path(__file__).parent
-    path = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), *names], check=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    finish(Program(str(tmp_path / "script.py"), str(tmp_path), *names))
     for name in names:
         (tokens, scores), (other_tokens, other_scores) = (
             torch.load(tmp_path / f"{name}.{end}") for end in ("second", "expected")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import models
 import pytest
 import torch
 from accelerate import cpu_offload
+from programs import Program, finish
 from test_smoothing import (
     FACTOR,
     OTHER,
@@ -352,11 +351,10 @@ def test_keys_are_those_of_the_cache() -> None:
 
 READ = """
 import sys, torch
-sys.path.insert(0, sys.argv[1])
 from transformers import AutoModelForCausalLM
 import hf_kvquant
 from test_calibration import logits, planes
-for folder in sys.argv[2:]:
+for folder in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     hf_kvquant.load_smoothing(model, folder + "/factors")
     torch.save((logits(model), planes(model)), folder + "/read")
@@ -371,7 +369,8 @@ def test_another_process_gets_the_same_cache(tmp_path: Path) -> None:
         result = smooth(model, mode=mode)
         model.save_pretrained(tmp_path / mode)
         result.save(tmp_path / mode / "factors")
-    subprocess.run([sys.executable, "-c", READ, str(Path(__file__).parent), *map(str, written)], check=True)
+    (tmp_path / "script.py").write_text(READ, encoding="utf-8")
+    finish(Program(str(tmp_path / "script.py"), *map(str, written)))
     for folder, model in written.items():
         read_logits, read_planes = torch.load(folder / "read")
         assert torch.equal(read_logits, logits(model)), folder.name

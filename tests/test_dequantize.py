@@ -95,6 +95,10 @@ def check(device: str, layout: KVLayout, head_dims: tuple[int, int], is_transfor
             assert_same(one, other, f"{side} of {options}")
 
 
+@pytest.mark.full(
+    when=lambda head_dim, device: device == "cpu" and head_dim > 80,
+    reason="there the reference serves, to which one head_dim is like another; kernels for GPUs divide it up",
+)
 @pytest.mark.parametrize(
     ("kv_format", "head_dim", "is_transformed"),
     [

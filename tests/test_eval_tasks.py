@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import models
 import pytest
 import torch
 import yaml
+from programs import Program, finish, ranks
 
 pytest.importorskip("lm_eval")
 
@@ -429,7 +428,9 @@ def test_a_second_run_resumes(
     assert code == 2 and "`limit` was null and is 2" in error
 
 
+# `None`: processes that the test starts with the variables of a launcher.
 LAUNCHERS = {
+    "none": None,
     # That for GPUs; the one for CPUs (--cpu) starts one process unless there is MPI.
     "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
     "--dynamo_backend no --main_process_port 0",
@@ -439,7 +440,7 @@ LAUNCHERS = {
 
 @pytest.mark.slow
 @pytest.mark.full(
-    when=lambda launcher: launcher == "accelerate", reason="the processes of both launchers find the same environment"
+    when=lambda launcher: launcher != "none", reason="the processes of both launchers find the same environment"
 )
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_items_are_spread_over_processes(
@@ -455,29 +456,15 @@ def test_items_are_spread_over_processes(
         assert run(capsys, folder, *arguments, str(alone))[0] == 0
     finally:
         torch.set_num_threads(num_threads)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            *LAUNCHERS[launcher].split(),
-            "-m",
-            "hf_kvquant",
-            "eval",
-            "tasks",
-            folder,
-            *arguments,
-            str(together),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert " ".join(done.stdout.split()).count("exact McNemar test") == 1  # one table
+    command = "-m", "hf_kvquant", "eval", "tasks", folder, *arguments, str(together)
+    if (words := LAUNCHERS[launcher]) is None:
+        ((out, err), (other_out, _)) = finish(*ranks(2, *command))
+        assert other_out == ""
+    else:
+        ((out, err),) = finish(Program("-m", *words.split(), *command))
+    assert " ".join(out.split()).count("exact McNemar test") == 1  # one table
     # Three of five items of three choices on the first process, the others on the second; in the order of the file.
-    assert "/9 " in done.stderr and "/15 " not in done.stderr
+    assert "/9 " in err and "/15 " not in err
     one, other = (json.loads(path.read_text(encoding="utf-8"))["parts"] for path in (alone, together))
     assert list(one) == list(other) == [f"{task}/{preset}" for task in ("copa", "lambada_openai") for preset in PRESETS]
     for name, part in one.items():

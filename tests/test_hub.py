@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cases import make_transform
+from waiting import run
 
 from hf_kvquant import KVFormat, ops
 
@@ -199,8 +199,7 @@ def test_it_runs_where_there_is_nothing_but_torch(build: ModuleType, project: Pa
     """
     arguments = [NAMESPACES[0], str(tmp_path / "variant" / "__init__.py")]
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run(command, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: "+".join(f.describe() for f in formats))

@@ -9,7 +9,6 @@ import importlib
 import inspect
 import logging
 import pathlib
-import subprocess
 import sys
 import textwrap
 import types
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import run
 
 import hf_kvquant
 from hf_kvquant import ops
@@ -27,14 +27,7 @@ PACKAGE = pathlib.Path(hf_kvquant.__file__).parent
 
 def run_script(script: str) -> str:
     """Runs a script in a fresh interpreter in which warnings are errors, and returns what it printed to stderr."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=PACKAGE.parent,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run([sys.executable, "-W", "error", "-c", textwrap.dedent(script)], cwd=PACKAGE.parent)
     assert done.stdout == "", done.stdout
     return done.stderr
 

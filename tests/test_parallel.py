@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import programs
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -295,6 +296,8 @@ def run_rank(rank: int, num_ranks: int, folder: Path, is_cuda: bool = False) -> 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    if not is_cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would give every rank a GPU, and have NCCL join them
     backend = "nccl" if is_cuda else "gloo"
     if is_cuda:
         torch.cuda.set_device(view.device)
@@ -312,12 +315,12 @@ def run_rank(rank: int, num_ranks: int, folder: Path, is_cuda: bool = False) -> 
 
 @pytest.mark.full(when=lambda num_ranks: num_ranks > 2, reason="heads are cut in four as they are in two")
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_tensor_parallel(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # transformers would give every rank a GPU, and have NCCL join them
+def test_tensor_parallel(num_ranks: int, tmp_path: Path) -> None:
     for name in SAVED:
         save(name, tmp_path)
     # A rank that fails ends the others, and its traceback is what this raises.
-    torch.multiprocessing.spawn(run_rank, (num_ranks, tmp_path), nprocs=num_ranks)
+    method = programs.FORKS.get_start_method()
+    torch.multiprocessing.start_processes(run_rank, (num_ranks, tmp_path), num_ranks, start_method=method)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

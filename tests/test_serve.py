@@ -23,9 +23,10 @@ from hf_kvquant.upstream.releases import HAS_PAGES
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
-from servers import Running, serving, until
+from servers import Running, serving
 from transformers.cli.serving import chat_completion, completion, model_manager, server, utils
 from transformers.generation.continuous_batching import continuous_api, requests, scheduler
+from waiting import until
 
 from hf_kvquant.serving.metrics import Metrics
 from hf_kvquant.serving.model import DoesNotFit, PatchedModels

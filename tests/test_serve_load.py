@@ -26,7 +26,8 @@ from hf_kvquant.upstream.releases import HAS_PAGES
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
-from servers import SECONDS, Running, held, serving, until
+from servers import Running, held, serving
+from waiting import PATIENCE, until
 
 COMPLETION = "/v1/completions"
 LONG = 4000  # tokens of an answer that nobody waits for
@@ -48,7 +49,7 @@ def running(folder: str) -> Iterator[Running]:
 async def clients(running: Running) -> Any:
     """One HTTP client of any number of connections."""
     limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(base_url=running.url, timeout=SECONDS, limits=limits) as client:
+    async with httpx2.AsyncClient(base_url=running.url, timeout=PATIENCE, limits=limits) as client:
         yield client
 
 
@@ -140,12 +141,13 @@ def test_a_full_queue(folder: str) -> None:
     with serving(folder, max_waiting=2, max_requests_per_batch=1) as running:
 
         async def six() -> list[httpx2.Response]:
+            body = {"prompt": "a", "max_tokens": 2}
             async with clients(running) as client:
                 with held(running):
-                    jobs = [asyncio.ensure_future(client.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}))]
+                    jobs = [asyncio.ensure_future(client.post(COMPLETION, json=body))]
                     while running.generation.num_running() == 0:
                         await asyncio.sleep(0.01)
-                    jobs += [asyncio.ensure_future(client.post(COMPLETION, json={"prompt": "b"})) for _ in range(5)]
+                    jobs += [asyncio.ensure_future(client.post(COMPLETION, json=body)) for _ in range(5)]
                     while sum(job.done() for job in jobs) < 3:
                         await asyncio.sleep(0.01)
                 return await asyncio.gather(*jobs)

@@ -8,9 +8,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,9 @@ if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
 import httpx2
-from servers import SECONDS, serving, until
+from programs import Program, started
+from servers import serving
+from waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = {"prompt": "a", "max_tokens": 4000}
@@ -51,7 +50,7 @@ def test_those_that_are_left_at_the_end_are_told(folder: str) -> None:
         told = "the server shut down before the answer was complete"
         assert json.loads(streamed.text.rstrip().rpartition("data: ")[2]) == {"error": told}
         assert whole.status_code == 503 and whole.json()["error"]["message"] == told
-        running.thread.join(SECONDS)
+        running.thread.join(PATIENCE)
         assert running.app.requests.metrics.outcomes["cancelled"]._value.get() == 2
 
 
@@ -63,74 +62,50 @@ def test_no_request_is_taken_after_the_signal(folder: str) -> None:
         assert response.json()["error"]["message"] == "the server is shutting down."
 
 
-class Process:
-    """The command in a process of its own."""
-
-    def __init__(self, folder: str, *options: str) -> None:
-        arguments = ("serve", folder, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--dtype", "float32")
-        sizes = ("--cb-page-size", "128", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "512")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "hf_kvquant", *arguments, *sizes, *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert self.process.stdout is not None
-        self.lines: list[str] = []
-        while not self.lines or not self.lines[-1].startswith("Ready on "):
-            line = self.process.stdout.readline()
-            assert line, self.process.communicate()[1]
-            self.lines.append(line.rstrip("\n"))
-        self.url = self.lines[-1].removeprefix("Ready on ")
-
-    def end(self) -> tuple[int, str, str]:
-        """Exit code, the rest of stdout, and stderr."""
-        out, err = self.process.communicate(timeout=SECONDS)
-        return self.process.returncode, out, err
-
-
 @pytest.fixture
-def process(folder: str) -> Iterator[Process]:
-    started = Process(folder)
-    try:
-        yield started
-    finally:
-        if started.process.poll() is None:
-            started.process.kill()
-            started.process.communicate()
+def command(folder: str) -> Iterator[tuple[Program, str]]:
+    """The command in a process of its own, and where it listens."""
+    arguments = ("serve", folder, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--dtype", "float32")
+    sizes = ("--cb-page-size", "128", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "512")
+    program = Program("-m", "hf_kvquant", *arguments, *sizes, "--shutdown-timeout", str(PATIENCE))
+    with started(program):
+        *words, ready = program.says("/v1\n").splitlines()
+        assert words == [
+            f"Loading {folder} …",
+            f"Serving {folder} with int4 on cpu: 4,096 tokens of cache, up to 4,096 for each request.",
+        ]
+        yield program, ready.removeprefix("Ready on ")
 
 
-def test_a_signal_lets_running_requests_finish(process: Process, folder: str) -> None:
-    assert process.lines[:-1] == [
-        f"Loading {folder} …",
-        f"Serving {folder} with int4 on cpu: 4,096 tokens of cache, up to 4,096 for each request.",
-    ]
+STOPPING = f"Stopping: 1 requests have {PATIENCE} seconds. Signal again to end now.\n"
+
+
+def test_a_signal_lets_running_requests_finish(command: tuple[Program, str]) -> None:
+    program, url = command
     body = {"prompt": "a", "max_tokens": 200, "stream": True}
-    with httpx2.stream("POST", f"{process.url}/completions", json=body, timeout=SECONDS) as response:
+    with httpx2.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE) as response:
         pieces = response.iter_lines()
         next(pieces)
-        process.process.send_signal(signal.SIGTERM)
+        program.signal(signal.SIGTERM)
         text = "\n".join(pieces)
     assert '"finish_reason":"length"' in text and '"completion_tokens":200' in text
-    code, out, err = process.end()
-    assert (code, out) == (0, "Stopping: 1 requests have 30 seconds. Signal again to end now.\n")
-    assert "Traceback" not in err
+    assert program.end() == 0 and program.out.endswith(f"/v1\n{STOPPING}")
+    assert "Traceback" not in program.err
     with pytest.raises(httpx2.ConnectError):
-        httpx2.get(f"{process.url}/models")
+        httpx2.get(f"{url}/models")
 
 
-def test_a_second_signal_ends_at_once(process: Process) -> None:
-    with httpx2.stream("POST", f"{process.url}/completions", json={**LONG, "stream": True}, timeout=SECONDS) as stream:
+def test_a_second_signal_ends_at_once(command: tuple[Program, str]) -> None:
+    program, url = command
+    with httpx2.stream("POST", f"{url}/completions", json={**LONG, "stream": True}, timeout=PATIENCE) as stream:
         pieces = stream.iter_lines()
         next(pieces)
-        process.process.send_signal(signal.SIGINT)
-        assert process.process.stdout is not None
-        assert process.process.stdout.readline().startswith("Stopping: 1 requests have 30 seconds.")
-        begin = time.monotonic()
-        process.process.send_signal(signal.SIGTERM)
-        assert process.end()[0] == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < 20  # of the 30 that it would have
+        program.signal(signal.SIGINT)
+        program.says(STOPPING)
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+        with pytest.raises(httpx2.TransportError):  # the answer is cut off
+            list(pieces)
 
 
 def test_an_interrupted_start_leaves_no_thread(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +132,8 @@ def test_the_page_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
         cli.main(["serve", "--help"])
     options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert options <= set(re.findall(r"--[a-z-]+", page))
+    default = cli.parser().parse_args(["serve", "MODEL"]).shutdown_timeout
+    assert f"| `--shutdown-timeout` | seconds that running requests have after a signal; {default} by default |" in page
 
 
 @pytest.mark.parametrize(
