@@ -283,7 +283,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
             if name.startswith("__"):
                 continue
             mine, original = (inspect.getattr_static(each, name) for each in (ours, other))
-            if callable(original):
+            if callable(original) and "**" not in str(inspect.signature(mine)):
                 assert list(inspect.signature(mine).parameters) == list(inspect.signature(original).parameters), name
     assert {"num_attention_masks", "kv_heads_at_peak", "io_multiplier", "num_groups"} <= set(
         re.findall(r"self\.(\w+)", inspect.getsource(theirs.PagedAttentionMemoryHandler))

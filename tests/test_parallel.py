@@ -315,11 +315,14 @@ def run_rank(rank: int, num_ranks: int, folder: Path, is_cuda: bool = False) -> 
 
 @pytest.mark.full(when=lambda num_ranks: num_ranks > 2, reason="heads are cut in four as they are in two")
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_tensor_parallel(num_ranks: int, tmp_path: Path) -> None:
+def test_tensor_parallel(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SAVED:
         save(name, tmp_path)
     # A rank that fails ends the others, and its traceback is what this raises.
     method = programs.FORKS.get_start_method()
+    if torch.cuda.is_available():  # what has looked for GPUs before a fork finds them after it
+        method = "spawn"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     torch.multiprocessing.start_processes(run_rank, (num_ranks, tmp_path), num_ranks, start_method=method)
 
 

@@ -362,7 +362,7 @@ def test_the_page_lists_every_metric(running: Running) -> None:
 @pytest.mark.parametrize(
     "owner, names",
     [
-        (model_manager.ModelManager, "_load_model load_model_and_processor process_model_name get_gen_models shutdown"),
+        (model_manager.ModelManager, "_load_model load_model_and_processor process_model_name shutdown"),
         (utils.BaseHandler, "_validate_request _resolve_model _build_generation_config"),
         (chat_completion.ChatCompletionHandler, "handle_request"),
         (completion.CompletionHandler, "handle_request"),

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,31 @@ from hf_kvquant.upstream.contracts import CONTRACTS, Contract, changed_overrides
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_kvquant"
-# What needs optional packages, or transformers' pages.
-OPTIONAL = ("batching", "serving", "evaluation")
+# Of the server and of lm-eval's tasks, which are not installed everywhere.
+EXTRAS = {"serving/": "fastapi", "evaluation/tasks/lm_eval_model.py": "lm_eval"}
 
 
 def names_of(contract: Contract) -> str:
     return f"{contract.ours}-{contract.theirs.rpartition('.')[2]}"
 
 
-def is_for_pages(path: str) -> bool:
-    return path.startswith(("batching/", "serving/"))
+def why_absent(path: str) -> str | None:
+    """Why a file of ours cannot be used here."""
+    if path.startswith(("batching/", "serving/")) and not releases.HAS_PAGES:
+        return "transformers' paged cache has another design"
+    missing = [name for start, name in EXTRAS.items() if path.startswith(start) and not find_spec(name)]
+    return f"needs {missing[0]}" if missing else None
+
+
+def skip_absent(path: str) -> None:
+    reason = why_absent(path)
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=names_of)
 def test_theirs_is_as_ours_expects(contract: Contract) -> None:
-    if is_for_pages(contract.ours) and not releases.HAS_PAGES:
-        pytest.skip("transformers' paged cache has another design")
+    skip_absent(contract.ours)
     why = contract.why_broken()
     assert why is None, f"transformers {transformers.__version__} {why}: hf_kvquant/{contract.ours} must follow"
 
@@ -66,8 +76,7 @@ def imports_of(path: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("path", [path for path in files() if any(True for _ in imports_of(path))])
 def test_what_a_file_imports_is_there(path: str) -> None:
-    if is_for_pages(path) and not releases.HAS_PAGES:
-        pytest.skip("transformers' paged cache has another design")
+    skip_absent(path)
     for module, name in imports_of(path):
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}: hf_kvquant/{path} must follow"
 
@@ -75,7 +84,7 @@ def test_what_a_file_imports_is_there(path: str) -> None:
 def modules() -> list[str]:
     names = []
     for path in files():
-        if not path.endswith("__main__.py") and (releases.HAS_PAGES or not is_for_pages(path)):
+        if not path.endswith("__main__.py") and why_absent(path) is None:
             names.append("hf_kvquant." + path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     return [name.removesuffix(".__init__") for name in names]
 
