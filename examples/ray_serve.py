@@ -39,7 +39,8 @@ from transformers.distributed import DistributedConfig
 import hf_kvquant
 
 REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
-TRIES = 8  # of a request, without a new token between them; they take 13 s, in which Ray replaces what has failed
+TRIES = 8  # of a request that fails, without a new token between them
+PAUSE = 5  # at most so many seconds between them, and while no replica takes requests
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,7 +87,12 @@ class Rank:
     def check(self) -> None:
         """Raise an error if the manager has ended, since it answers nobody any more."""
         if not self.manager.is_running():
-            raise RuntimeError(f"the manager has ended: {self.manager.background_thread_status.fatal_error!r}")
+            raise RuntimeError(f"the manager has ended: {self.ended_by!r}")
+
+    @property
+    def ended_by(self) -> Exception | None:
+        """What ended the manager."""
+        return self.manager.background_thread_status.fatal_error
 
     def __del__(self) -> None:
         if hasattr(self, "manager"):
@@ -113,7 +119,8 @@ class Engine(Rank):
 
         Raises:
             ValueError: The request does not fit.
-            RuntimeError: It failed, or the manager has ended.
+            ConnectionRefusedError: The manager had ended before. Ray is about to replace this replica.
+            RuntimeError: The request failed, or the manager has ended meanwhile.
         """
         if not tokens or len(tokens) + max_new > self.room:
             raise ValueError(f"a request must have 1 to {self.room} tokens, got {len(tokens)} and {max_new} new ones.")
@@ -125,6 +132,8 @@ class Engine(Rank):
                 try:
                     output = await asyncio.wait_for(outputs.get(), timeout=1)
                 except asyncio.TimeoutError:
+                    if output is None and not self.manager.is_running():  # which fails what it has begun with
+                        raise ConnectionRefusedError(f"the manager has ended: {self.ended_by!r}") from None
                     self.check()
                     continue
                 while not outputs.empty():  # each has all tokens so far
@@ -207,21 +216,26 @@ class Frontend:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     async def answer(self, prompt: list[int], max_new: int, is_streamed: bool) -> AsyncIterator[dict[str, Any]]:
-        """Yield what the engine does. When a replica fails, another goes on behind the tokens that there are."""
+        """Yield what the engine does. When a replica fails, another goes on behind the tokens that there are.
+
+        A request that fails again and again may be what makes replicas fail, so there is an end to it. One that is only
+        refused has done nothing, and waits for Ray to replace the replica: on a busy machine, that takes minutes.
+        """
         have: list[int] = []
-        failures = 0
+        failures, pause = 0, 0.05
         while True:
             try:
                 async for piece in self.complete.remote(prompt + have, max_new - len(have), is_streamed):
-                    have, failures = have + piece["tokens"], 0
+                    have, failures, pause = have + piece["tokens"], 0, 0.05
                     yield piece
                     if piece["finish_reason"] is not None:
                         return
             except (RayError, RayServeException) as error:
-                failures += 1
+                failures += not isinstance(error, ConnectionRefusedError)
                 if failures == TRIES or isinstance(error, ValueError | RequestCancelledError):
                     raise
-                await asyncio.sleep(0.1 * 2 ** (failures - 1))
+                pause = min(2 * pause, PAUSE)
+                await asyncio.sleep(pause)
 
     async def events(self, head: dict[str, Any], piece: dict[str, Any] | None, pieces: Any) -> AsyncIterator[str]:
         """Yield the chunks of a stream."""

@@ -184,7 +184,7 @@ def test_a_replica_whose_manager_died_is_not_healthy() -> None:
         engine.manager.input_queue.put("no request")
         with pytest.raises(RuntimeError, match="a request failed: 'str' object has no attribute"):
             await all_of(pieces)
-        with pytest.raises(RuntimeError, match="the manager has ended: AttributeError"):
+        with pytest.raises(ConnectionRefusedError, match="the manager has ended: AttributeError"):
             await all_of(engine.complete([5, 6, 7], 10, True))
         with pytest.raises(RuntimeError, match="the manager has ended: AttributeError"):
             await engine.check_health()
@@ -223,6 +223,62 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+# --- a job ------------------------------------------------------------------------------------------------------------
+
+
+class Dies(ray_data.Answerer):  # type: ignore[misc]
+    """An actor that is killed as it begins the line that says so, the first time."""
+
+    async def answered(self, line: str) -> str:
+        if "dies" in line and not (marker := Path(json.loads(line)["dies"])).exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().answered(line)
+
+
+def test_a_job_answers_each_line_once_and_in_order(
+    cluster: None,
+    model: Any,
+    tokenizer: Any,
+    expected: dict[str, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though an actor dies, and some lines are bad. Before the applications, whose processes are never quite idle."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="ray.data")  # it copies all of its options
+    monkeypatch.setattr(ray_data, "Answerer", Dies)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    requests: list[Any] = [{"prompt": prompt, "id": index} for index, prompt in enumerate(PROMPTS * 3)]
+    requests[7]["dies"] = str(tmp_path / "died")
+    bad = [
+        "{",
+        "[1]",
+        '{"prompt": 3}',
+        '{"prompt": "a", "max_new_tokens": 0}',
+        '{"prompt": "a", "max_new_tokens": 9999}',
+    ]
+    lines = [json.dumps(request) for request in requests]
+    lines[3:3], lines[12:12] = bad[:2], bad[2:]
+    (tmp_path / "prompts.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    words = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
+    words += ["--preset", PRESET, "--dtype", "float32", "--batch-size", "2", "--max-new-tokens", str(NEW_TOKENS)]
+    monkeypatch.setattr(sys, "argv", ["ray_data.py", *words])
+    ray_data.main()
+    assert (tmp_path / "died").exists() and not (tmp_path / "answers.jsonl.part").exists()
+    found = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = {prompt: tokenizer.decode(expected[prompt], skip_special_tokens=True) for prompt in PROMPTS}
+    good = [each for each in found if "error" not in each]
+    assert good == [{**request, "answer": texts[request["prompt"]]} for request in requests]
+    assert [(lines.index(each["line"]), each["line"]) for each in found if "error" in each] == [
+        (index, line) for index, line in enumerate(lines) if line in bad
+    ]
+    assert [index for index, each in enumerate(found) if "error" in each] == [3, 4, 12, 13, 14]
+    assert "an object with a `prompt`" in found[4]["error"] and "1 to 2048 tokens" in found[14]["error"]
+
+
+# --- applications -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +486,7 @@ def test_a_replica_whose_manager_died_is_replaced(url: str, tokenizer: Any, expe
     assert len(both_answer(url, without=broken) - before) == 1
 
 
-# --- a model that several processes share, and a job ------------------------------------------------------------------
+# --- a model that several processes share -----------------------------------------------------------------------------
 
 
 def test_two_processes_share_a_model(
@@ -445,53 +501,3 @@ def test_two_processes_share_a_model(
 
     answers = asyncio.run(asyncio.wait_for(run(), PATIENCE))
     assert [tokens for tokens, _ in answers] == [expected[prompt] for prompt in PROMPTS]
-
-
-class Dies(ray_data.Answerer):  # type: ignore[misc]
-    """An actor that is killed as it begins the line that says so, the first time."""
-
-    async def answered(self, line: str) -> str:
-        if "dies" in line and not (marker := Path(json.loads(line)["dies"])).exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return await super().answered(line)
-
-
-def test_a_job_answers_each_line_once_and_in_order(
-    cluster: None,
-    model: Any,
-    tokenizer: Any,
-    expected: dict[str, list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Though an actor dies, and some lines are bad."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="ray.data")  # it copies all of its options
-    monkeypatch.setattr(ray_data, "Answerer", Dies)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    requests: list[Any] = [{"prompt": prompt, "id": index} for index, prompt in enumerate(PROMPTS * 3)]
-    requests[7]["dies"] = str(tmp_path / "died")
-    bad = [
-        "{",
-        "[1]",
-        '{"prompt": 3}',
-        '{"prompt": "a", "max_new_tokens": 0}',
-        '{"prompt": "a", "max_new_tokens": 9999}',
-    ]
-    lines = [json.dumps(request) for request in requests]
-    lines[3:3], lines[12:12] = bad[:2], bad[2:]
-    (tmp_path / "prompts.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    words = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
-    words += ["--preset", PRESET, "--dtype", "float32", "--batch-size", "2", "--max-new-tokens", str(NEW_TOKENS)]
-    monkeypatch.setattr(sys, "argv", ["ray_data.py", *words])
-    ray_data.main()
-    assert (tmp_path / "died").exists() and not (tmp_path / "answers.jsonl.part").exists()
-    found = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
-    texts = {prompt: tokenizer.decode(expected[prompt], skip_special_tokens=True) for prompt in PROMPTS}
-    good = [each for each in found if "error" not in each]
-    assert good == [{**request, "answer": texts[request["prompt"]]} for request in requests]
-    assert [(lines.index(each["line"]), each["line"]) for each in found if "error" in each] == [
-        (index, line) for index, line in enumerate(lines) if line in bad
-    ]
-    assert [index for index, each in enumerate(found) if "error" in each] == [3, 4, 12, 13, 14]
-    assert "an object with a `prompt`" in found[4]["error"] and "1 to 2048 tokens" in found[14]["error"]
