@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..common import interrupts
 from ..common.version import __version__
 from ..evaluation.errors import Interrupted, Refused, UsageError, named
 from .arguments import Parser
@@ -28,17 +29,20 @@ def run(args: argparse.Namespace) -> int:
     """Run the command that `args.load` imports, and print in a line why it ended early. Returns the exit code."""
     try:
         with named(args.command):
-            args.load(args)(args)
-    except UsageError as error:
-        print(f"hf-kvquant: error: {error}", file=sys.stderr)
-        return 2
-    except Refused as error:
-        print(f"hf-kvquant: refused: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        left = f" {interrupt}" if isinstance(interrupt, Interrupted) else ""
-        print(f"hf-kvquant: interrupted.{left}", file=sys.stderr)
-        return 130
+            work = args.load(args)
+            with interrupts.raised():
+                work(args)
+    except BaseException as error:
+        interrupt = interrupts.behind(error)
+        if interrupt is not None:
+            return interrupts.tell(str(interrupt) if isinstance(interrupt, Interrupted) else "")
+        if isinstance(error, UsageError):
+            print(f"hf-kvquant: error: {error}", file=sys.stderr)
+            return 2
+        if isinstance(error, Refused):
+            print(f"hf-kvquant: refused: {error}", file=sys.stderr)
+            return 1
+        raise
     return 0
 
 
