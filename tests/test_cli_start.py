@@ -1,4 +1,4 @@
-"""The first moments of `hf-kvquant`: what it imports and how it ends at Ctrl-C.
+"""The first moments of `hf-kvquant`: what it imports, how it ends at Ctrl-C, and whose messages it shows.
 
 Programs are started with a `sitecustomize` that replaces what is slow and sends the signal at the moment to look at, so
 that no test has to hit a moment by time.
@@ -7,19 +7,25 @@ that no test has to hit a moment by time.
 from __future__ import annotations
 
 import argparse
+import io
+import logging
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
+from transformers.utils.quantization_config import QuantizationMethod
 
 import hf_kvquant
 from hf_kvquant import cli
+from hf_kvquant.cli import messages
 from hf_kvquant.common import interrupts
 from hf_kvquant.evaluation.choices import RECIPE_NAMES
 from hf_kvquant.evaluation.errors import Interrupted, UsageError, is_out_of_memory
@@ -317,3 +323,37 @@ def test_other_errors_are_no_interruption(capsys: pytest.CaptureFixture[str]) ->
     error = ValueError()
     error.__cause__ = error  # chains may have loops
     assert interrupts.behind(error) is None
+
+
+# --- messages of other packages ---------------------------------------------------------------------------------------
+
+
+class Enumerated:
+    """A class of torchao, as torch's message names it."""
+
+
+Enumerated.__module__ = "torchao.prototype.mx_formats"
+
+
+@pytest.mark.parametrize("method", [None, "compressed-tensors", QuantizationMethod.TORCHAO])
+def test_what_torchao_says_is_shown_only_if_it_is_used(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "handlers", [handler])
+        monkeypatch.setattr(logger, "propagate", False)
+    model: Any = types.SimpleNamespace(config=types.SimpleNamespace())
+    if method is not None:
+        model.config.quantization_config = types.SimpleNamespace(quant_method=method)
+    with messages.held():
+        loggers[0].warning("Failed to load %s", "_C.so")
+        loggers[1].warning("%s is an Enum", Enumerated)
+        loggers[1].warning("%s is an Enum", Path)  # somebody else's
+        assert stream.getvalue() == f"{Path} is an Enum\n"
+        messages.tell_if_used(model)
+        loggers[0].warning("later")
+    shown = stream.getvalue().splitlines()[1:]
+    assert shown == (["Failed to load _C.so", f"{Enumerated} is an Enum", "later"] if method == "torchao" else [])
+    loggers[0].warning("afterwards")
+    assert stream.getvalue().splitlines()[-1] == "afterwards"

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ..common import interrupts
 from ..common.version import __version__
 from ..evaluation.errors import Interrupted, Refused, UsageError, named
+from . import messages
 from .arguments import Parser
 from .parsers import COMMANDS
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Run the command that `args.load` imports, and print in a line why it ended early. Returns the exit code."""
     try:
-        with named(args.command):
+        with named(args.command), messages.held():
             work = args.load(args)
             with interrupts.raised():
                 work(args)

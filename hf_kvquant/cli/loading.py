@@ -15,6 +15,7 @@ from ..evaluation.errors import UsageError
 from ..evaluation.perplexity.segments import read_source
 from ..evaluation.preparation import Subject, load
 from ..patching import patched
+from . import messages
 from .arguments import given
 
 
@@ -70,7 +71,9 @@ def load_placed(
     args: argparse.Namespace, *, default_device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model of a command onto the device that its options name, else the default or the best one."""
-    return load(args.model, args.dtype, checked_device(args.device or default_device))
+    model, tokenizer = load(args.model, args.dtype, checked_device(args.device or default_device))
+    messages.tell_if_used(model)
+    return model, tokenizer
 
 
 def load_subject(

@@ -20,7 +20,7 @@ from ..common.progress import without_bars
 from ..config import KVQuantConfig
 from ..evaluation.errors import UsageError, is_out_of_memory
 from ..evaluation.preparation import check_folder, load_calibration, loading
-from . import arguments
+from . import arguments, messages
 from .loading import checked_device
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "accelerate", "psutil")
@@ -94,6 +94,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
     except DoesNotFit as error:
         raise UsageError(f"`--preset {args.preset}` does not fit {args.model}. {error}") from error
     model = models.model
+    messages.tell_if_used(model)
     try:
         if not ranks.answers:
             generation = Generation(batching, OpenRequests(Metrics()), args.sample)
