@@ -1,8 +1,9 @@
 """Builds `hf_kvquant/_C.abi3.so` from `csrc/` with ninja, for every Python from 3.10 and every torch from 2.10 on.
 
 An editable build (`pip install -e .`, `setup.py build_ext --inplace`) compiles only what this machine can run: CPU
-kernels for its instruction sets, and CUDA kernels for its GPUs. A wheel (`pip install .`) compiles everything. CUDA
-needs nvcc, but no torch that was built for CUDA.
+kernels for its instruction sets, and CUDA kernels for its GPUs. A wheel (`pip install .`) compiles everything. Beside a
+torch that was built without CUDA, both compile the CPU kernels only, unless they are told otherwise: CUDA kernels need
+nvcc to be compiled, but no such torch.
 
 torch is never imported. Its headers are found next to the interpreter that installs, even from inside pip's isolated
 build, which downloads a torch of its own only if none is installed. One binary serves all versions because the sources
@@ -11,13 +12,14 @@ are in `pyproject.toml`.
 
 Environment:
     HF_KVQUANT_CUDA_ARCHS   compute capabilities without dots, separated by `;` (in a wheel `80;86;89;90`); the last
-                            one is also stored as PTX, which newer GPUs compile when they first load it
+                            one is also stored as PTX, which newer GPUs compile when they first load it. If set, CUDA
+                            sources are compiled whatever torch is installed.
     HF_KVQUANT_SKIP_CUDA=1  compile no CUDA source
     HF_KVQUANT_SANITIZE=1   compile the CPU kernels under the address and undefined-behaviour sanitizers, into
                             build/sanitized; `make sanitize-cpu` builds and runs it
     HF_KVQUANT_MANYLINUX=1  link for manylinux_2_28, as `make wheel` does, with zig's linker, which knows the symbols of
                             glibc 2.28 whatever glibc this machine has. The compilers stay the same; no other build
-                            needs zig.
+                            needs zig. Since it is for other machines, the torch of this one does not decide on CUDA.
     MAX_JOBS                compiler processes at a time (default: the number of processors)
     CUDA_HOME, CXX          where CUDA is, which C++ compiler to use
     HF_KVQUANT_NAMESPACE    name of the op namespace and of the library, for a build that is loaded together with the
@@ -26,7 +28,9 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import importlib.util
 import os
 import platform
@@ -35,7 +39,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
+from typing import TextIO
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -73,6 +79,7 @@ X86_SETS = {
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "fma", "f16c"),
 }
+TELL_S = 5.0  # between two lines of progress at pip's terminal
 WHEEL_CUDA_ARCHS = "80;86;89;90"
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # Only these sources have separate code for 8.9, which has instructions to convert fp8 (`__CUDA_ARCH__ >= 890`). The
@@ -112,9 +119,53 @@ def torch_folder() -> Path | None:
     return next((path for path in found if (path / "include/torch/csrc/stable/library.h").is_file()), None)
 
 
+def has_cuda(torch: Path) -> bool:
+    """Whether a torch was built for CUDA, read from its folder."""
+    # `cuda: Optional[str] = None`, or a version in quotes.
+    found = re.search(r"^cuda\b[^=\n]*=\s*(\S+)", (torch / "version.py").read_text(), re.MULTILINE)
+    return found is None or found[1] != "None"
+
+
+@functools.cache
+def pip_terminal() -> TextIO | None:
+    """The terminal that pip prints to, if pip runs this build and shows nothing of it; else `None`.
+
+    pip keeps what a build prints to itself, also for minutes, and has no other way to show progress. Whoever calls it
+    with `-v` sees it anyway, and with `-q` wants to see nothing.
+    """
+    if "PIP_BUILD_TRACKER" not in os.environ:
+        return None
+    pip = Path("/proc", str(os.getppid()))
+    try:
+        words = (pip / "cmdline").read_text().split("\0")
+        if any(re.fullmatch(r"-[vq]+|--verbose|--quiet", word) for word in words):
+            return None
+        output = pip / "fd" / "1"
+        if not output.is_char_device():  # a file, which opening it would empty
+            return None
+        terminal = open(output, "w")
+    except OSError:
+        return None
+    if not terminal.isatty():
+        terminal.close()
+        return None
+    terminal.write("\n")  # below the line on which pip waits
+    return terminal
+
+
 def say(text: str) -> None:
-    """Prints a line, which pip shows with `-v`."""
+    """Prints a line, which pip shows with `-v`, and without at its terminal."""
     print(f"hf_kvquant: {text}", flush=True)
+    tell(f"hf_kvquant: {text}\n")
+
+
+def tell(line: str) -> None:
+    """Shows a line at the terminal of pip, if there is one."""
+    terminal = pip_terminal()
+    if terminal is not None:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            terminal.write(line)
+            terminal.flush()
 
 
 def is_set(variable: str) -> bool:
@@ -148,13 +199,22 @@ def visible_archs() -> str:
     return ";".join(sorted(set(re.findall(r"^\d+\.\d+$", shown.stdout, re.MULTILINE)))) if not shown.returncode else ""
 
 
-def cuda_archs(is_native: bool) -> list[str]:
-    """The compute capabilities to compile for, such as `["80", "90"]`; empty: no CUDA kernels."""
+def cuda_archs(is_native: bool, torch: Path | None = None) -> list[str]:
+    """The compute capabilities to compile for, such as `["80", "90"]`; empty: no CUDA kernels.
+
+    `torch` is the folder of the torch that will run them, where that is known.
+    """
     if IS_SANITIZED or is_set("HF_KVQUANT_SKIP_CUDA"):
         say("HF_KVQUANT_SKIP_CUDA or HF_KVQUANT_SANITIZE is set: compiling the CPU kernels only.")
         return []
     named = os.environ.get("HF_KVQUANT_CUDA_ARCHS")
     if named is None:
+        if torch is not None and not has_cuda(torch):
+            say(
+                "this torch was built without CUDA: compiling the CPU kernels only. "
+                'For CUDA too: HF_KVQUANT_CUDA_ARCHS="80;90"'
+            )
+            return []
         named = visible_archs() if is_native else WHEEL_CUDA_ARCHS
         if not named:
             say('no GPU is visible: compiling the CPU kernels only. For CUDA too: HF_KVQUANT_CUDA_ARCHS="80;90"')
@@ -231,7 +291,7 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
         output: The library to link.
         is_native: Whether to compile only what this machine can run.
     """
-    archs = cuda_archs(is_native)
+    archs = cuda_archs(is_native, None if is_set("HF_KVQUANT_MANYLINUX") else torch)
     found_cuda = find_cuda() if archs else None
     sets = x86_sets(is_native)
     includes = ["-Icsrc", f'-isystem "{torch / "include"}"', f'-isystem "{sysconfig.get_path("include")}"']
@@ -258,6 +318,7 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
     lines = [f"builddir = {OBJECTS}", f"cxx = {os.environ.get('CXX', 'c++')}"]
     if found_cuda is not None:
         cuda, libraries = found_cuda
+        say(f"compiling the CPU kernels, and CUDA kernels for {';'.join(archs)}. For others: HF_KVQUANT_CUDA_ARCHS")
         includes.append(f'-isystem "{cuda / "include"}"')
         flags_of["module"] += f" '-DHF_KVQUANT_CUDA_ARCHS={';'.join(archs)}'"
         # ninja starts them in this order: sources that take minutes come first, so that no core is idle at the end.
@@ -284,6 +345,21 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
         objects.append(str(target))
     lines += [f"build {output}: link {' '.join(objects)}", f"default {output}", ""]
     return "\n".join(lines)
+
+
+def run(command: list[str], env: dict[str, str]) -> int:
+    """Runs ninja and returns its exit code. A line of its progress is shown at pip's terminal every few seconds."""
+    if pip_terminal() is None:
+        return subprocess.run(command, env=env).returncode
+    told = time.monotonic()
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ninja:
+        assert ninja.stdout is not None
+        for line in ninja.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("hf_kvquant: [") and time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                tell(line)
+    return ninja.returncode
 
 
 class NinjaBuild(build_ext):
@@ -313,7 +389,7 @@ class NinjaBuild(build_ext):
             if not self.distribution.verbose:
                 command.append("--quiet")
             status = {"NINJA_STATUS": "hf_kvquant: [%f/%t, %e s] "}
-            if subprocess.run(command, env=status | os.environ).returncode != 0:
+            if run(command, status | os.environ) != 0:
                 raise SystemExit("setup: compiling csrc/ must succeed, got the errors above.")
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)

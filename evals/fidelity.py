@@ -22,6 +22,7 @@ from rich.console import Console
 from hf_kvquant import cli
 from hf_kvquant.cli import evaluate
 from hf_kvquant.cli.arguments import DTYPES
+from hf_kvquant.cli.parsers.evaluate import add_perplexity_options
 from hf_kvquant.evaluation.perplexity.results import kld_of, show
 from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS
 from hf_kvquant.evaluation.provenance import ROOT, sha256
@@ -97,7 +98,7 @@ def main() -> int:
         description="Compare presets with the unquantised cache on a text file.",
         conflict_handler="resolve",  # some options are redefined here
     )
-    evaluate.add_perplexity_options(parser)
+    add_perplexity_options(parser)
     parser.add_argument("--data", dest="text", required=True, metavar="FILE", help="lines, joined by two newlines")
     parser.add_argument(
         "--model",
@@ -111,7 +112,9 @@ def main() -> int:
         "--output", type=Path, metavar="FILE", help="write the results here; stdout also ends with them"
     )
     parser.add_argument("--record", metavar="FILE", help="keep what is measured so far; run again to resume")
-    parser.set_defaults(run=run, command="eval perplexity", rows=True, dataset=None, split=None, field=None)
+    parser.set_defaults(
+        load=lambda args: run, command="eval perplexity", rows=True, dataset=None, split=None, field=None
+    )
     args = parser.parse_args()
     if args.mode == "all":
         parser.error("--mode must be a single mode, got all. Run each by itself.")

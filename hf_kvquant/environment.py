@@ -42,6 +42,8 @@ def environment() -> dict[str, str]:
     if kernels.has_kernels("cuda"):
         assert isinstance(module, ModuleType)
         facts["CUDA kernels"] = f"compute capabilities {module.cuda_archs()}"
+    elif torch.version.cuda is None:
+        facts["CUDA kernels"] = "none: this torch is built for CPUs only"
     else:
         nvcc = "nvcc is there" if shutil.which("nvcc") else "no nvcc on PATH: install the CUDA toolkit"
         facts["CUDA kernels"] = f"missing ({nvcc}). Then {kernels.REINSTALL}"

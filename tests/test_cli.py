@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, cli, ops
-from hf_kvquant.cli import arguments
+from hf_kvquant.cli import arguments, calibrate, env
 from hf_kvquant.evaluation.errors import Refused, named
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.evaluation.preparation import load, load_calibration
@@ -309,7 +309,7 @@ def test_calibrate_tries_its_output_before_it_works(
     monkeypatch: pytest.MonkeyPatch,
     path: str,
 ) -> None:
-    monkeypatch.setattr(cli.calibrate, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(calibrate, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
     (tmp_path / "FILE").touch()
     monkeypatch.chdir(tmp_path)
     code, output, error = run(capsys, "calibrate", folder, "--text-file", text_file, "--output", path)
@@ -398,7 +398,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_env_shows_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.env, "environment", lambda: {"evaluation": "pip install 'hf-kvquant[eval]'"})
+    monkeypatch.setattr(env, "environment", lambda: {"evaluation": "pip install 'hf-kvquant[eval]'"})
     assert "pip install 'hf-kvquant[eval]'" in run(capsys, "env")[1]
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 pytest.importorskip("lm_eval")
 
 from hf_kvquant import PRESETS, cli
-from hf_kvquant.cli import arguments
+from hf_kvquant.cli import loading
 from hf_kvquant.evaluation import preparation, records
 from hf_kvquant.evaluation.long_context import measure as long_context
 from hf_kvquant.evaluation.perplexity import measure as perplexity
@@ -168,7 +168,7 @@ def test_without_a_file_nothing_is_kept(
 def test_an_interruption_before_anything_is_measured(
     evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "load_placed", lambda *args, **options: interrupt())
+    monkeypatch.setattr(loading, "load_placed", lambda *args, **options: interrupt())
     assert evaluation.run(capsys, folder) == (130, "hf-kvquant: interrupted.\n")
 
 
@@ -238,7 +238,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     path: str,
 ) -> None:
-    monkeypatch.setattr(arguments, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(loading, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
     before = sorted(folder.rglob("*"))
     code, error = evaluation.run(capsys, folder, "--output", path.replace("FOLDER", str(folder)))
     assert code == 2 and error.count("\n") == 1
@@ -374,7 +374,7 @@ def test_a_model_that_no_default_fits(
     def refuse(*args: Any) -> None:
         raise NotImplementedError("patch: it keeps a latent cache.")
 
-    monkeypatch.setattr(arguments, "patched", refuse)
+    monkeypatch.setattr(loading, "patched", refuse)
     words = evaluation.words.replace(" --preset int8", "").split()
     command = [words[0], str(folder / "model"), *(word.replace("FOLDER", str(folder)) for word in words[1:])]
     assert cli.main(["eval", *command]) == 2

@@ -19,6 +19,7 @@ from drawn import described
 import hf_kvquant
 from hf_kvquant import cli
 from hf_kvquant.cli import evaluate
+from hf_kvquant.cli.parsers.evaluate import LIMIT
 from hf_kvquant.evaluation import paired
 from hf_kvquant.evaluation.perplexity import measure
 from hf_kvquant.evaluation.report import page
@@ -174,7 +175,7 @@ def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: s
         of_tasks.tasks == list(AVERAGED)
         and of_tasks.preset is None
         and of_tasks.default_presets == tuple(hf_kvquant.PRESETS)
-        and of_tasks.limit == evaluate.LIMIT
+        and of_tasks.limit == LIMIT
     )
     assert {each.dtype for each in given} == {"float32"} and of_tasks.inject_outliers is None
 

@@ -5,15 +5,18 @@ Imports are looked at from fresh interpreters, which are slow to start: each scr
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import logging
 import pathlib
+import pickle
 import sys
 import textwrap
 import types
 from typing import Any
 
+import models
 import pytest
 import torch
 from waiting import run
@@ -42,12 +45,28 @@ def test_all_is_sorted() -> None:
 
 
 def test_all_is_what_there_is() -> None:
-    public = {
-        name
-        for name, value in vars(hf_kvquant).items()
-        if not name.startswith("_") and not inspect.ismodule(value) and name != "annotations"
-    }
-    assert set(hf_kvquant.__all__) == public | {"__version__"}
+    assert set(hf_kvquant.__all__) == {*hf_kvquant._MODULES, "__version__"}
+    for name, module in hf_kvquant._MODULES.items():
+        value = getattr(hf_kvquant, name)
+        assert value is vars(importlib.import_module(f"hf_kvquant.{module}"))[name]
+        assert getattr(value, "__name__", name) == name
+    assert set(hf_kvquant.__all__) <= set(dir(hf_kvquant))
+    with pytest.raises(AttributeError) as caught:
+        _ = hf_kvquant.pach
+    assert str(caught.value) == "module 'hf_kvquant' has no attribute 'pach'"
+
+
+def test_type_checkers_are_told_the_same() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    told = {alias.name: node.module for node in block.body for alias in node.names}  # type: ignore[attr-defined]
+    assert told == hf_kvquant._MODULES
+
+
+def test_report_is_the_function_whoever_imports_the_module() -> None:
+    for name in ("report", "state"):  # as Python does once it has imported a module
+        setattr(hf_kvquant, name, importlib.import_module(f"hf_kvquant.{name}"))
+    assert inspect.isfunction(hf_kvquant.report) and inspect.ismodule(hf_kvquant.state)
 
 
 def test_the_package_is_typed_and_has_a_version() -> None:
@@ -95,6 +114,9 @@ def test_importing_adds_ops_and_two_implementations_and_nothing_else() -> None:
 
         import hf_kvquant
 
+        assert schemas() == ops and "hf_kvquant" not in registries["attention"].valid_keys()
+        hf_kvquant.PRESETS  # any name
+
         assert not torch.cuda.is_initialized()
         expected = {f"hf_kvquant::{op}{of}" for op in ("append", "decode") for of in ("", "_reference")}
         others = ["dequantize", "rms_norm", "add_rms_norm", "rotary", "silu_mul"]
@@ -115,6 +137,30 @@ def test_importing_adds_ops_and_two_implementations_and_nothing_else() -> None:
         assert settings() == before
         """
     )
+
+
+def test_nothing_is_imported_before_it_is_used_and_a_pickle_brings_what_it_needs(tmp_path: pathlib.Path) -> None:
+    model = hf_kvquant.patch(models.build("llama"), "int4")
+    ids = torch.arange(1, 9)[None]
+    how = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **how)
+    (tmp_path / "model").write_bytes(pickle.dumps((model, ids, how, expected)))
+    script = """
+        import logging, sys
+        logging.disable()  # what torchao says of itself, if there is one
+
+        import hf_kvquant
+        hf_kvquant.__version__, dir(hf_kvquant)
+        assert not {"torch", "transformers"} & sys.modules.keys()
+
+        import pickle, torch, warnings
+        warnings.simplefilter("default")  # transformers' own
+        model, ids, how, expected = pickle.load(open(PATH, "rb"))
+        assert torch.equal(model.generate(ids, **how), expected)
+        import hf_kvquant.report
+        assert hf_kvquant.report(model).layers
+        """
+    run_script(script.replace("PATH", repr(str(tmp_path / "model"))))
 
 
 def test_without_the_extension_the_reference_serves_and_says_so_once() -> None:

@@ -17,6 +17,7 @@ import transformers
 from transformers import GenerationMixin
 
 import hf_kvquant
+from hf_kvquant import cli
 from hf_kvquant.environment import environment
 from hf_kvquant.upstream import contracts, releases
 from hf_kvquant.upstream.contracts import CONTRACTS, Contract, changed_overrides
@@ -223,6 +224,50 @@ def test_a_newer_release_with_other_batching_serves_generate(newer: pytest.Monke
     with pytest.raises(NotImplementedError) as raised:
         model.init_continuous_batching()
     assert str(raised.value).endswith(REMEDY) and "init_continuous_batching" in str(raised.value)
+
+
+def lacking() -> ImportError:
+    return ImportError("cannot import name 'x' from 'transformers.cache_utils'", name="transformers.cache_utils")
+
+
+LACKING = (
+    "hf_kvquant: transformers 6.0.0 lacks what this version needs (cannot import name 'x' from "
+    f"'transformers.cache_utils'). It works with {releases.TESTED}. Install one of these, or a newer hf_kvquant."
+)
+
+
+def fail(*_: Any) -> None:
+    raise lacking()
+
+
+def test_an_import_that_a_tested_release_lacks_is_a_bug() -> None:
+    error = lacking()
+    assert releases.explained(error) is error
+
+
+@pytest.mark.parametrize("version", ["6.0.0", "5.16.1"])
+def test_an_import_that_another_release_lacks_is_explained(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "VERSION", version)
+    assert str(releases.explained(lacking())) == LACKING.replace("6.0.0", version)
+    of_others = ImportError("no module named 'x'", name="x")
+    assert releases.explained(of_others) is of_others
+
+
+def test_a_name_of_the_package_that_cannot_be_imported(newer: pytest.MonkeyPatch) -> None:
+    newer.setattr(hf_kvquant.importlib, "import_module", fail)
+    newer.delitem(vars(hf_kvquant), "patch", raising=False)
+    with pytest.raises(ImportError) as raised:
+        hf_kvquant.patch  # noqa: B018
+    assert str(raised.value) == LACKING and isinstance(raised.value.__cause__, ImportError)
+
+
+def test_a_command_that_cannot_be_imported_ends_in_a_line(
+    newer: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = cli.parser().parse_args(["env"])
+    args.load = fail
+    assert cli.run(args) == 2
+    assert capsys.readouterr().err == f"hf-kvquant: error: {LACKING}\n"
 
 
 def test_contracts_say_what_their_source_lacks() -> None:

@@ -190,8 +190,8 @@ class Manager(ContinuousBatchingManager):
         gc.collect()
         self._restore_attention(self.model)
 
-    def _run_generation_loop(self, **options: Any) -> None:
-        super()._run_generation_loop(**options)
+    def _run_generation_loop(self, *args: Any, **options: Any) -> None:
+        super()._run_generation_loop(*args, **options)
         self._restore_attention(self.model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:

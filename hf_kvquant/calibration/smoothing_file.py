@@ -22,8 +22,8 @@ from torch import Tensor
 from ..common.output import written
 from ..common.tables import plain, table_of
 from ..models.hashes import FileKind, content_hash
+from .choices import FILE_NAME as FILE_NAME
 
-FILE_NAME = "kvquant_smoothing.safetensors"  # the name that `hf-kvquant calibrate` gives it
 _KIND = FileKind(
     format="hf_kvquant-smoothing",
     version=1,

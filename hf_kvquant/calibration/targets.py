@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import key_transforms
 from .checks import check_decoder
+from .choices import Mode as Mode
 from .layout import LayerLayout, find_layouts
 from .observation import not_observed, observations
 from .smoothing_file import Placement
@@ -28,8 +28,6 @@ from .smoothing_file import Placement
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 8  # tokens the model is run on
-
-Mode = Literal["fold", "online", "auto"]
 
 
 @dataclasses.dataclass(frozen=True)

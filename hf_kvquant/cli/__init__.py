@@ -1,6 +1,7 @@
-"""The command `hf-kvquant`: one file a sub-command, which has its options and prints its results.
+"""The command `hf-kvquant`: `parsers/` has the options of each sub-command, and the file of its name here runs it.
 
-`arguments.py` has what commands share.
+What parses and checks options imports neither torch nor transformers, so that `--help` and the line about a mistake do
+not wait for them. `arguments.py` has options and checks that commands share, `loading.py` what needs a model.
 
 A mistake in the arguments ends with one line on stderr and exit code 2; a refused preset, or a measurement that fails
 its own checks, with exit code 1; an interruption with 130. A bug ends with a traceback.
@@ -12,10 +13,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..common import interrupts
 from ..common.version import __version__
 from ..evaluation.errors import Interrupted, Refused, UsageError, named
-from . import batch, calibrate, env, evaluate, generate, serve
+from . import messages
 from .arguments import Parser
+from .parsers import COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,20 +27,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command in `args.run`, and print in a line why it ended early. Returns the exit code."""
+    """Run the command that `args.load` imports, and print in a line why it ended early. Returns the exit code."""
     try:
-        with named(args.command):
-            args.run(args)
-    except UsageError as error:
-        print(f"hf-kvquant: error: {error}", file=sys.stderr)
-        return 2
-    except Refused as error:
-        print(f"hf-kvquant: refused: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        left = f" {interrupt}" if isinstance(interrupt, Interrupted) else ""
-        print(f"hf-kvquant: interrupted.{left}", file=sys.stderr)
-        return 130
+        with named(args.command), messages.held():
+            work = args.load(args)
+            with interrupts.raised():
+                work(args)
+    except BaseException as error:
+        interrupt = interrupts.behind(error)
+        if interrupt is not None:
+            return interrupts.tell(str(interrupt) if isinstance(interrupt, Interrupted) else "")
+        if isinstance(error, UsageError):
+            print(f"hf-kvquant: error: {error}", file=sys.stderr)
+            return 2
+        if isinstance(error, ImportError):
+            # Releases of transformers that were not tested may lack what a command imports.
+            from ..upstream.releases import explained
+
+            if explained(error) is not error:
+                print(f"hf-kvquant: error: {explained(error)}", file=sys.stderr)
+                return 2
+        if isinstance(error, Refused):
+            print(f"hf-kvquant: refused: {error}", file=sys.stderr)
+            return 1
+        raise
     return 0
 
 
@@ -48,6 +61,6 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"hf-kvquant {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    for command in (generate, serve, batch, calibrate, evaluate, env):
+    for command in COMMANDS:
         command.add_parser(commands)
     return root

@@ -1,6 +1,7 @@
-"""What the commands of `hf-kvquant` share: options, checks of their values, names of configs, loading a model.
+"""What the commands of `hf-kvquant` share before a model is loaded: options, checks of their values, names of configs.
 
 argparse parses. Its mistakes and those that the checks find end in the same way: one line on stderr and exit code 2.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ import argparse
 import dataclasses
 import importlib.util
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from ..common.errors import did_you_mean
 from ..common.output import why_unwritable
 from ..config import PRESETS, WINDOWS, KVQuantConfig
+from ..evaluation.choices import (
+    BIAS_NORM,
+    CALIBRATED_PRESET,
+    FIELD,
+    OUTLIER_FACTOR,
+    OUTLIER_PAIRS,
+    SPLIT,
+    UNQUANTIZED,
+)
 from ..evaluation.errors import UsageError
-from ..evaluation.measuring.fidelity import UNQUANTIZED
-from ..evaluation.perplexity.segments import FIELD, SPLIT, read_source
-from ..evaluation.preparation import BIAS_NORM, CALIBRATED_PRESET, OUTLIER_FACTOR, OUTLIER_PAIRS, Subject, load
-from ..patching import patched
 from ..spec.formats import BLOCK_SIZE
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -32,6 +34,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 UNTRANSFORMED = "-untransformed"
 # What most commands run if no preset is named.
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
+
+# What runs a command.
+Run = Callable[[argparse.Namespace], None]
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,15 +65,18 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Any,
     name: str,
-    run: Callable[[argparse.Namespace], None],
+    load: Callable[[argparse.Namespace], Run],
     *,
     help: str,
     description: str | None = None,
     has_model: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a command to the sub-parsers of argparse. What it parses holds `run`, `command` and perhaps `model`."""
+    """Add a command to the sub-parsers of argparse. What it parses holds `load`, `command` and perhaps `model`.
+
+    `load` imports what runs the command, after those checks of its options that need no torch.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
-    parser.set_defaults(run=run, command=parser.prog.partition(" ")[2])
+    parser.set_defaults(load=load, command=parser.prog.partition(" ")[2])
     if has_model:
         parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     return parser
@@ -196,28 +204,6 @@ def check_installed(package: str, purpose: str, more: str = "") -> None:
         )
 
 
-def checked_device(name: str | None) -> torch.device:
-    """The device that a user names, or the best one there is."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"`--device` must be a torch device such as cpu or cuda:0, got '{name}'.") from error
-    available = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= available:
-        raise UsageError(
-            f"`--device` must exist, got '{name}' with {available} CUDA devices. Use --device cpu, or see hf-kvquant "
-            "env."
-        )
-    return device
-
-
-def source_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`read_source` with the options of `add_source`."""
-    return read_source(**given(args, "text", "rows", "dataset", "split", "field"))
-
-
 # --- configs ----------------------------------------------------------------------------------------------------------
 
 
@@ -269,39 +255,6 @@ def checked_preset(name: str, *, spelled: str | None = None) -> str:
     return name
 
 
-def fitting_configs(
-    model: PreTrainedModel, args: argparse.Namespace, configs: Mapping[str, KVQuantConfig]
-) -> dict[str, KVQuantConfig]:
-    """The configs that a model can be patched with, found before anything runs.
-
-    Presets that the user typed must fit. A default that does not fit is left out, and a line on stderr says why.
-    """
-    fitting: dict[str, KVQuantConfig] = {}
-    left_out: dict[str, Exception] = {}
-    for preset, config in configs.items():
-        try:
-            with patched(model, config):
-                fitting[preset] = config
-        except (NotImplementedError, TypeError, ValueError) as error:
-            if args.preset:
-                raise UsageError(f"`--preset {preset}` does not fit {args.model}. {error}") from error
-            left_out[preset] = error
-    if left_out and not any(config.key.is_quantized or config.value.is_quantized for config in fitting.values()):
-        reason = next(iter(left_out.values()))
-        raise UsageError(f"none of {', '.join(left_out)} fits {args.model}. {reason}") from reason
-    for preset, reason in left_out.items():
-        why = f"{preset} does not fit {args.model} and is left out. {reason}"
-        print(f"hf-kvquant: {args.command}: {why}", file=sys.stderr)
-    return fitting
-
-
-def load_placed(
-    args: argparse.Namespace, *, default_device: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model of a command onto the device that its options name, else the default or the best one."""
-    return load(args.model, args.dtype, checked_device(args.device or default_device))
-
-
 def compared_configs(args: argparse.Namespace, *counts: str) -> dict[str, KVQuantConfig]:
     """The configs that an evaluation compares, by name, after checks of the options that all evaluations have.
 
@@ -312,13 +265,3 @@ def compared_configs(args: argparse.Namespace, *counts: str) -> dict[str, KVQuan
         checked_output(args.output)
     check_counts(args, *counts)
     return configs
-
-
-def load_subject(
-    args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], *, default_device: str | None = None
-) -> Subject:
-    """Load the model that an evaluation measures, with the configs that fit it. The evaluation prepares it."""
-    model, tokenizer = load_placed(args, default_device=default_device)
-    fitting = fitting_configs(model, args, configs)
-    options = given(args, "inject_outliers", "inject_bias", "calibrate", "calibrate_for")
-    return Subject(args.model, model, tokenizer, fitting, **options)

@@ -19,7 +19,7 @@ from ..batching.sampling import SAMPLING, sampling_options
 from ..calibration.smoothing_file import FILE_NAME
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
-from ..config import DEFAULT_PRESET, KVQuantConfig
+from ..config import KVQuantConfig
 from ..evaluation.errors import Interrupted, Refused, UsageError, is_out_of_memory
 from ..evaluation.preparation import load_calibration
 from ..evaluation.provenance import model_name, sha256
@@ -34,40 +34,11 @@ from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
 from ..models.text_config import context_of, text_config_of
 from ..patching import patched
-from . import arguments
+from . import arguments, loading
 
 # Bad lines that are told on stderr. All of them are in the output.
 MOST_TOLD = 20
 TELL_S = 2.0
-
-
-def add_parser(commands: Any) -> None:
-    """Add `batch` to the commands, the sub-parsers of argparse."""
-    parser = arguments.add_command(
-        commands,
-        "batch",
-        run,
-        help="answer the lines of a file, many at once",
-        description="Answer every line of a file of JSON lines through continuous batching. Answers are written as "
-        "they are done, so the same command resumes a run that was stopped. Under accelerate launch (on CPUs: "
-        "torchrun), lines are spread over processes.",
-    )
-    add = parser.add_argument
-    lines = (
-        '{"prompt": "text"} or {"messages": [...]} a line, with id, max_new_tokens, temperature, top_p and top_k if '
-    )
-    add("input", metavar="IN", help=f"{lines}wanted; or OpenAI's batch format")
-    add("--output", required=True, metavar="FILE", help="write an answer a line; run again to resume")
-    preset = f"preset of the cache, as in hf-kvquant generate (default: {DEFAULT_PRESET})"
-    add("--preset", default=DEFAULT_PRESET, metavar="NAME", help=preset)
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="for lines that do not say (default: 128)")
-    add("--sample", action="store_true", help="sample lines that do not say, instead of taking the most likely token")
-    for name, kind in (("temperature", float), ("top_p", float), ("top_k", int)):
-        shown = "N" if kind is int else "X"
-        whose = "of sampled lines that do not say (default: the model's generation config, or none)"
-        add(arguments.option(name), type=kind, metavar=shown, help=whose)
-    arguments.add_batching(parser)
-    arguments.add_placement(parser)
 
 
 @dataclasses.dataclass
@@ -106,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"`--output` must be another file than the input, got {args.output}. Name another.")
     output.check_owned()
     tell_one_process("batch")
-    model, tokenizer = arguments.load_placed(args, default_device=this_process_device())
+    model, tokenizer = loading.load_placed(args, default_device=this_process_device())
     load_calibration(model, args.model)
     defaults = defaults_of(args, model.generation_config)
     found = survey(source, defaults)

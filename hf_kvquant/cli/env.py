@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..environment import environment
-from .arguments import add_command
-
-
-def add_parser(commands: Any) -> None:
-    """Add `env` to the commands, the sub-parsers of argparse."""
-    add_command(commands, "env", run, help="show versions, kernels and devices, and what is missing", has_model=False)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`hf-kvquant eval recipes`: its options, and the checks before a model is loaded."""
+"""`hf-kvquant eval recipes`: the checks before a model is loaded, and what is run and shown."""
 
 from __future__ import annotations
 
@@ -7,68 +7,17 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from ..common.errors import did_you_mean
 from ..evaluation.errors import UsageError
-from ..evaluation.perplexity.segments import TOKENS, WINDOW
 from ..evaluation.preparation import Subject
 from ..evaluation.recipes import measure, picture, results
 from ..evaluation.recipes.catalogue import RECIPES
 from ..evaluation.recipes.interface import Recipe
-from ..evaluation.recipes.ours import BUDGET_PRESETS
 from ..evaluation.tasks.measure import ready
-from . import arguments
-
-
-def add_recipes(evaluations: Any) -> None:
-    """Add `recipes` to the evaluations."""
-    parser = arguments.add_command(
-        evaluations,
-        "recipes",
-        run_recipes,
-        help="published ways of quantising a cache, on equal terms",
-        description="Compare published ways of quantising a cache with our presets: true bits, perplexity, KL "
-        "divergence and next-token agreement on a text, what happens when the model goes on with its own text, "
-        "numbers hidden in long prompts, and zero-shot tasks. Everything is simulated by small references of each "
-        "paper, and compared with the unquantised cache in the same run. Recipes that learn from a text get its first "
-        f"{measure.SAMPLE_TOKENS:,} tokens, which are not measured.",
-    )
-    arguments.add_source(parser)
-    add = parser.add_argument
-    add("--recipes", metavar="LIST", help=f"some of {', '.join(RECIPES)} (default: all)")
-    within = f"also the best of {' and '.join(BUDGET_PRESETS)} for each layer within so many bits on average, such as "
-    add("--bits", metavar="LIST", help=within + "2.5,2.75; the pre-flight finds it on the text's first tokens")
-    dense = "keep the first FIRST and the newest NEWEST tokens dense in all recipes, instead of what each paper does"
-    add("--dense", metavar="FIRST+NEWEST", help=dense)
-    add("--window", type=int, metavar="N", help=f"tokens of a window (default: {WINDOW}, or the model's context)")
-    add("--tokens", type=int, metavar="N", help=f"score at least N tokens (default: {TOKENS} or all)")
-    add("--context", type=int, default=32768, metavar="N", help="count bits at this length as well (default: 32768)")
-    add(
-        "--drift",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens of each text that the model writes (default: 512)",
-    )
-    add("--drift-prompts", type=int, default=8, metavar="N", help="texts that it writes (default: 8)")
-    together = "recipes that write in one batch (default: 1); more are faster on a GPU, and need more memory"
-    add("--drift-together", type=int, default=1, metavar="N", help=together)
-    add("--needles", type=int, default=8, metavar="N", help="long prompts with a hidden number (default: 8; 0: none)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of its texts (default: 0)")
-    named = "also run zero-shot tasks of lm-eval that compare log-likelihoods (default: none)"
-    add("--tasks", nargs="+", metavar="NAME", help=named)
-    add("--data", metavar="DIR", help="JSON lines of the tasks, as for eval tasks (default: lm-eval downloads its own)")
-    add("--limit", type=int, metavar="N", help="run only the first N items of each task")
-    before = "text before each item fills the cache with N tokens (default: 512; 0: no text)"
-    add("--task-context", type=int, default=512, metavar="N", help=before)
-    add("--batch-size", type=int, default=8, metavar="N", help="texts per forward of the tasks (default: 8)")
-    arguments.add_preparation(parser)
-    arguments.add_placement(parser)
-    add("--output", metavar="FILE", help="write results as JSON; run again to resume")
-    add("--picture", metavar="FILE", help="draw quality against bits, as SVG")
+from . import arguments, loading
 
 
 def run_recipes(args: argparse.Namespace) -> None:
@@ -85,8 +34,8 @@ def run_recipes(args: argparse.Namespace) -> None:
     if args.picture is not None:
         arguments.check_installed("matplotlib", "pictures")
     args.tasks = checked_tasks(args)
-    source, text = arguments.source_of(args)
-    model, tokenizer = arguments.load_placed(args)
+    source, text = loading.source_of(args)
+    model, tokenizer = loading.load_placed(args)
     preparation = arguments.given(args, "inject_outliers", "inject_bias", "calibrate", "calibrate_for")
     record = measure.measure(
         Subject(args.model, model, tokenizer, {}, **preparation),

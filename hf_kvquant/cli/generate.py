@@ -13,39 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.tables import or_dash, print_table
 from ..config import WINDOWS
+from ..evaluation.choices import UNQUANTIZED
 from ..evaluation.errors import UsageError
-from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.measuring.generation import Summary, run_presets
-from ..evaluation.preparation import load, load_calibration, read_text
+from ..evaluation.preparation import load_calibration, read_text
 from ..models.text_config import context_of
 from ..storage.offloading import HOMES
-from . import arguments
-
-
-def add_parser(commands: Any) -> None:
-    """Add `generate` to the commands, the sub-parsers of argparse."""
-    parser = arguments.add_command(
-        commands,
-        "generate",
-        run,
-        help="continue prompts under one or more presets",
-        description="Continue prompts under each preset, streaming the text, and print a table. If the unquantised "
-        f"cache ('{UNQUANTIZED}') is among the presets, the text that it wrote is fed token by token through each "
-        "preset's own cache (teacher forcing), to compare them.",
-    )
-    add = parser.add_argument
-    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
-    add("--prompt-file", action="append", default=[], metavar="FILE", help="a file that holds one prompt; repeatable")
-    arguments.add_presets(parser, arguments.COMPARED_PRESETS)
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
-    arguments.add_placement(parser)
-    add("--sample", action="store_true", help="sample instead of taking the most likely token")
-    add("--temperature", type=float, metavar="X", help="with --sample (default: 1)")
-    add("--top-p", type=float, metavar="X", help="with --sample (default: 1)")
-    add("--repetition-penalty", type=float, metavar="X", help="above 1 makes repeated tokens less likely (default: 1)")
-    add("--seed", type=int, metavar="N", help="with --sample, set before each text (default: 0)")
-    add("--offloading", action="store_true", help="on a GPU: keep codes in CPU memory, except those of two layers")
-    add("--no-stream", action="store_true", help="print only the table, not the text")
+from . import arguments, loading
 
 
 def run(args: argparse.Namespace) -> None:
@@ -54,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     texts = checked_prompts(args)
     sampling = checked_sampling(args)
     arguments.check_counts(args, "max_new_tokens")
-    device = arguments.checked_device(args.device)
+    device = loading.checked_device(args.device)
     if args.offloading:
         if device.type not in HOMES:
             raise UsageError(
@@ -62,10 +36,10 @@ def run(args: argparse.Namespace) -> None:
                 "out."
             )
         presets = {name: dataclasses.replace(config, offloading=True) for name, config in presets.items()}
-    model, tokenizer = load(args.model, args.dtype, device)
+    model, tokenizer = loading.load_placed(args)
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
-    presets = arguments.fitting_configs(model, args, presets)
+    presets = loading.fitting_configs(model, args, presets)
     console = Console(highlight=False)
 
     def start(index: int, preset: str) -> None:

@@ -20,37 +20,10 @@ from ..common.progress import without_bars
 from ..config import KVQuantConfig
 from ..evaluation.errors import UsageError, is_out_of_memory
 from ..evaluation.preparation import check_folder, load_calibration, loading
-from . import arguments
+from . import arguments, messages
+from .loading import checked_device
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "accelerate", "psutil")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-def add_parser(commands: Any) -> None:
-    """Add `serve` to the commands, the sub-parsers of argparse."""
-    parser = arguments.add_command(
-        commands,
-        "serve",
-        run,
-        help="answer OpenAI's API over a quantised cache",
-        description="Serve one model over OpenAI's API (chat completions and completions), with continuous batching "
-        "over pages of codes. GET /metrics is for Prometheus, GET /health for a supervisor.",
-    )
-    add = parser.add_argument
-    add("--preset", default="int4", metavar="NAME", help="of the cache; see hf-kvquant generate (default: int4)")
-    add("--host", default="localhost", help="address to listen on (default: localhost)")
-    add("--port", type=int, default=8000, metavar="N", help="port to listen on, 0 for any (default: 8000)")
-    arguments.add_placement(parser)
-    add("--attn-implementation", metavar="NAME", help="attention of prompts (default: the model's)")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    arguments.add_batching(parser)
-    add("--sample", action="store_true", help="serve temperature and top_p; without, every answer is greedy")
-    waiting = "requests that may wait; more are answered with 429 (default: 1024)"
-    add("--max-waiting", type=int, default=1024, metavar="N", help=waiting)
-    stop = "after a signal, time for running requests to finish (default: 30)"
-    add("--shutdown-timeout", type=float, default=30, metavar="SECONDS", help=stop)
-    add("--enable-cors", action="store_true", help="let web pages of other sites ask")
-    add("--log-level", choices=LOG_LEVELS, default="warning", help="of the log on stderr (default: warning)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"`--shutdown-timeout` must be at least 0 seconds, got {args.shutdown_timeout}.")
     if not 0 <= args.port < 2**16:
         raise UsageError(f"`--port` must be from 0 to 65535, got {args.port}.")
-    device = arguments.checked_device(args.device)
+    device = checked_device(args.device)
     check_folder(args.model)
     set_log_level(args.log_level)
     from ..serving.ranks import follow, joined  # what they need comes with an extra
@@ -121,6 +94,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
     except DoesNotFit as error:
         raise UsageError(f"`--preset {args.preset}` does not fit {args.model}. {error}") from error
     model = models.model
+    messages.tell_if_used(model)
     try:
         if not ranks.answers:
             generation = Generation(batching, OpenRequests(Metrics()), args.sample)

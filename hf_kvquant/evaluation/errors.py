@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
-
-import torch
 
 # Messages of PyTorch's CPU allocator, and of CUDA calls and cuBLAS, which allocate outside PyTorch's GPU allocator.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -46,9 +45,12 @@ class OutOfMemory(MemoryError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out, on a GPU or CPU. Some such errors are plain `RuntimeError`s."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
-    )
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")  # whose errors exist once it is imported; `--help` reads this file, too
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 @contextlib.contextmanager

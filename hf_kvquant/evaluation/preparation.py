@@ -17,14 +17,10 @@ from ..calibration.smoothing_file import FILE_NAME
 from ..common.progress import without_bars
 from ..config import KVQuantConfig
 from ..models.hashes import weights_hash
+from .choices import CALIBRATED_PRESET, OUTLIER_PAIRS
 from .errors import UsageError, is_out_of_memory
 from .injection import inject_key_bias, inject_key_outliers
 from .provenance import model_name, sha256
-
-OUTLIER_PAIRS = 3  # RoPE pairs per head whose channels are made larger
-OUTLIER_FACTOR = 10.0  # about that of large models
-BIAS_NORM = 100.0
-CALIBRATED_PRESET = "int4"
 
 
 class CannotInject(UsageError):

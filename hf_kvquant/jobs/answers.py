@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..batching.support import HAS_PAGES, check_version
+from ..batching.support import check_version
+from ..upstream.releases import HAS_PAGES
 from .prompts import Request
 
 if HAS_PAGES:

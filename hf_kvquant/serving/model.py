@@ -79,6 +79,6 @@ class PatchedModels(ModelManager):
             raise ValueError(f"{type(model).__name__} takes more than text, and only text is served.")
         return model
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """The one model. Before 5.24, transformers lists what the hub's cache holds, and fails without such a cache."""
         return [{"id": self.name, "object": "model", "created": 0, "owned_by": ""}]

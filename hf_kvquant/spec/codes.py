@@ -10,9 +10,10 @@ number whose lowest byte comes first. So no group of channels shares a byte with
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 StorageType = Literal["none", "int8", "int4", "fp8", "int3", "int2"]
 

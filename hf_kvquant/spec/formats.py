@@ -21,29 +21,33 @@ block gets codes when its last token leaves the window; with other granularities
 
 `layout.py` joins the formats of keys and of values with these windows. `reference.py` decides the values of codes;
 `storage/` decides who allocates the planes.
+
+torch is imported by the methods that make or describe tensors alone, so that configs and the command's `--help` need
+not wait for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeVar, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from ..common.errors import did_you_mean
 from .codes import BITS, INTEGER_BITS, STORAGE_IDS, StorageType
 from .planes import Planes
 
-Granularity = Literal["tensor", "token", "head", "group", "channel"]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-Count = TypeVar("Count", int, Tensor)
+    Count = TypeVar("Count", int, Tensor)
+
+Granularity = Literal["tensor", "token", "head", "group", "channel"]
 
 # The numbers of granularities in ops and csrc/format.h.
 GRANULARITY_IDS: dict[Granularity, int] = {name: number for number, name in enumerate(get_args(Granularity))}
 # As messages spell them, such as `int8 and int4`.
 _INTEGERS = " and ".join(", ".join(INTEGER_BITS).rsplit(", ", 1))
-SCALE_DTYPE = torch.float16
+SCALE_BYTES = 2  # of a scale or zero, float16
 # Capacities are multiples of this, so that a kernel may read whole tiles of tokens.
 TOKEN_ALIGNMENT = 64
 # Tokens that share the scale of a channel. With channel scales, capacities are multiples of it: all blocks are whole.
@@ -237,7 +241,9 @@ class KVFormat:
         """The dtype of a plane; `None` for that of the model."""
         if name == "tail" or not self.is_quantized:
             return None
-        return torch.uint8 if name == "codes" else SCALE_DTYPE
+        import torch
+
+        return torch.uint8 if name == "codes" else torch.float16
 
     def tail_begin(self, length: Count, residual_length: int = 0) -> Count:
         """Position of the first of the newest tokens that are in the tail. Same as `tail_begin` in csrc/format.h.
@@ -247,7 +253,7 @@ class KVFormat:
             residual_length: As in `tail_rows`.
         """
         begin = length - residual_length
-        begin = begin.clamp(min=0) if isinstance(begin, Tensor) else max(begin, 0)
+        begin = max(begin, 0) if isinstance(begin, int) else begin.clamp(min=0)
         return begin if self.block_size is None else begin // self.block_size * self.block_size
 
     def allocate(
@@ -285,6 +291,8 @@ class KVFormat:
         """
         self.num_groups(head_dim)
         assert self.block_size is None or capacity % self.block_size == 0
+        import torch
+
         shapes = self.plane_shapes(batch, num_kv_heads, head_dim, capacity, sink_length, residual_length, slack)
         planes = {
             name: torch.zeros(shape, dtype=self.plane_dtype(name) or dtype, device=device)
@@ -292,7 +300,7 @@ class KVFormat:
         }
         return Planes(planes["codes"], planes.get("scale"), planes.get("zero"), planes.get("tail"))
 
-    def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype | None = None) -> int:
         """Bytes of one token in all heads of one layer: codes, scales and zeros.
 
         A frozen scale is not counted. The scales of a block are divided among its tokens, rounded up to whole bytes.
@@ -301,31 +309,31 @@ class KVFormat:
         Args:
             num_kv_heads: Key-value heads.
             head_dim: Channels of a head.
-            dtype: The model's dtype; only matters for storage type `none`.
+            dtype: The model's dtype, by default one of 16 bits; only matters for storage type `none`.
         """
         if not self.is_quantized:
-            return num_kv_heads * head_dim * dtype.itemsize
+            return num_kv_heads * head_dim * _itemsize(dtype)
         if self.block_size is not None:
-            scales = num_kv_heads * self.num_groups(head_dim) * 2 * SCALE_DTYPE.itemsize
+            scales = num_kv_heads * self.num_groups(head_dim) * 2 * SCALE_BYTES
             return num_kv_heads * self.row_bytes(head_dim) + -(-scales // self.block_size)
         _, heads, groups, tokens = self.scale_shape(1, num_kv_heads, head_dim, capacity=2)
         planes = 1 if self.symmetric else 2
-        scales = heads * groups * planes * SCALE_DTYPE.itemsize if tokens == 2 else 0
+        scales = heads * groups * planes * SCALE_BYTES if tokens == 2 else 0
         return num_kv_heads * self.row_bytes(head_dim) + scales
 
     def tail_bytes(
         self,
         num_kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         *,
         sink_length: int = 0,
         residual_length: int = 0,
     ) -> int:
         """Bytes of the tail of one sequence in one layer. They do not depend on its length. See `Planes`."""
-        return num_kv_heads * self.tail_rows(sink_length, residual_length) * head_dim * dtype.itemsize
+        return num_kv_heads * self.tail_rows(sink_length, residual_length) * head_dim * _itemsize(dtype)
 
-    def bits_per_value(self, head_dim: int, num_kv_heads: int = 1, dtype: torch.dtype = torch.bfloat16) -> float:
+    def bits_per_value(self, head_dim: int, num_kv_heads: int = 1, dtype: torch.dtype | None = None) -> float:
         """Bits of one value, scales and zeros included."""
         return self.bytes_per_token(num_kv_heads, head_dim, dtype) * 8 / (num_kv_heads * head_dim)
 
@@ -365,3 +373,8 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         hint = did_you_mean(value, choices)
         raise ValueError(f"KVFormat: `{name}` must be one of {list(choices)}, got {value!r}.{hint}")
+
+
+def _itemsize(dtype: torch.dtype | None) -> int:
+    """Bytes of a number of the model, by default of one with 16 bits."""
+    return 2 if dtype is None else dtype.itemsize

@@ -33,6 +33,18 @@ def described() -> str:
     return f"{VERSION}, newer than those tested ({TESTED})" if is_untested() else VERSION
 
 
+def explained(error: ImportError) -> ImportError:
+    """An error of an import as one that names the releases that work, if it is due to a release that was not tested."""
+    is_theirs = (error.name or "").partition(".")[0] == "transformers"
+    if not is_theirs or (is_since(OLDEST) and not is_untested()):
+        return error
+    return ImportError(
+        f"hf_kvquant: transformers {VERSION} lacks what this version needs ({error}). It works with {TESTED}. Install "
+        "one of these, or a newer hf_kvquant.",
+        name=error.name,
+    )
+
+
 # The name of a cache among the arguments of models and of `generate`, and in their outputs.
 CACHE = "cache" if is_since("5.24") else "past_key_values"
 

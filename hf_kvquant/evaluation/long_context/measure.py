@@ -30,6 +30,7 @@ from ...models.text_config import context_of
 from ...patching import patched
 from ...transforms.of_model import key_transforms
 from ...upstream.releases import with_cache
+from ..choices import MIN_ACCURACY as MIN_ACCURACY
 from ..errors import Refused, UsageError
 from ..measuring.fidelity import UNQUANTIZED
 from ..measuring.pairs import DEQUANTIZED, Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
@@ -40,9 +41,6 @@ from ..records import RunRecord, measuring, open_record
 from .prompts import NUM_ANSWERS, Prompt, Writer
 
 WHERE = "eval long"
-# Presets are scored only where the unquantised cache gets this share of answers right. A test that the model fails
-# anyway says nothing about the cache, and right answers by chance would make a preset look better than it is.
-MIN_ACCURACY = 0.9
 SUMMARY = "summary"  # the part of a record with all presets
 
 

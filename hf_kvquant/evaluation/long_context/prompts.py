@@ -25,9 +25,8 @@ import yaml
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..choices import TESTS as TESTS
 from ..errors import UsageError
-
-TESTS = ("passkey", "needle", "recall")
 
 # The answer is any number of five digits.
 NUM_ANSWERS = 90_000

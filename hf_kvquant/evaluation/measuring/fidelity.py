@@ -24,12 +24,10 @@ from ...config import KVQuantConfig
 from ...models.probing import chunks_of, forward
 from ...patching import patched
 from ...transforms.of_model import key_transforms
+from ..choices import UNQUANTIZED as UNQUANTIZED
 from ..errors import OutOfMemory, is_out_of_memory
 from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from .simulation import SimulatedLayer, simulated, simulated_cache
-
-# The preset that keeps keys and values as they come. The others are compared with it.
-UNQUANTIZED = "none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from ...config import KVQuantConfig
 from ...models.probing import arbitrary_ids, forward
 from ...patching import patched
 from ...preflight.divergence import alone
+from ..choices import FEEDING_MODES as MODES
 from ..errors import UsageError
 from ..measuring.fidelity import UNQUANTIZED, compare
 from ..measuring.pairs import check_pairs
@@ -38,7 +39,6 @@ from .results import of_segment, summarize
 from .segments import FIRST_CHUNK, Segments, cut
 
 WHERE = "eval perplexity"
-MODES = ("simulated", "chunked", "decode")
 # Bytes that the caches of all segments in one forward may take together: a small part of a GPU's memory.
 CACHE_BYTES = 2**30
 # Tokens on which one layer at a time is quantised. More are not needed, since the cost of a layer hardly depends on the

@@ -14,13 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...models.text_config import context_of, positions_of
+from ..choices import FIELD, SPLIT, TOKENS, WINDOW
 from ..errors import UsageError
 from ..preparation import read_text
 from ..provenance import sha256
 
-WINDOW = 2048
-TOKENS = 16384
-SPLIT, FIELD = "test", "text"
 ROWS = "rows joined by two newlines"
 FIRST_CHUNK = 1  # tokens of each segment that fill the cache before a code is read, and so are exact
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...attention.backends import without_cudnn
 from ...models.text_config import context_of
+from ..choices import SAMPLE_TOKENS
 from ..errors import UsageError
 from ..long_context.prompts import Prompt, Writer
 from ..measuring.fidelity import UNQUANTIZED
@@ -27,8 +28,6 @@ from .ours import of_budget
 from .sample import layers_of_model
 
 WHERE = "eval recipes"
-# Tokens at the beginning of the text that recipes may learn from. They are never measured.
-SAMPLE_TOKENS = 8192
 PROMPT_TOKENS = 32
 SUMMARY = "summary"
 

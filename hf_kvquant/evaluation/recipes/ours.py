@@ -17,13 +17,12 @@ from ...models.text_config import text_config_of
 from ...ops.kernels import CPU_STORAGES
 from ...ops.operands import Operands
 from ...preflight.check import run_preflight
-from ...presets import PRESET_WINDOWS
 from ...spec import reference
 from ...spec.formats import KVFormat
 from ...spec.key_transform import KeyTransform
 from ...spec.layout import KVLayout
 from ...transforms.of_model import key_transforms
-from ..measuring.fidelity import UNQUANTIZED
+from ..choices import BUDGET_PRESETS, UNQUANTIZED
 from .interface import DENSE_BITS, Layer, Quantize, Recipe, Storage
 
 SOURCE = "this package: docs/format.md"
@@ -78,10 +77,6 @@ def of_config(name: str, config: KVQuantConfig, num_layers: int = 1) -> Preset:
     key = _averaged([storage(each.key, each) for each in layers])
     value = _averaged([storage(each.value, each) for each in layers])
     return Preset(name=name, family="hf_kvquant", source=SOURCE, key=key, value=value, config=config)
-
-
-# What a budget of bits is spent on. They have the same dense tokens.
-BUDGET_PRESETS = list(PRESET_WINDOWS)
 
 
 def of_budget(bits: float, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Preset:

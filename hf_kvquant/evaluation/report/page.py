@@ -21,6 +21,9 @@ from markdown_it import MarkdownIt
 
 from ...common.output import written
 from ...common.tables import markdown_table, or_dash, scientific
+from ..choices import OUTLIERS as OUTLIERS
+from ..choices import PLAIN as PLAIN
+from ..choices import TASKS as TASKS
 from ..errors import UsageError
 from ..measuring.fidelity import UNQUANTIZED
 from ..perplexity.results import is_finished, passed, rows_of
@@ -30,7 +33,6 @@ from ..tasks.data import AVERAGED
 from ..tasks.results import HEADINGS, LEGEND, Average, Part, averages, by_task_and_preset, cells
 from . import plots
 
-PLAIN, OUTLIERS, TASKS = "plain", "outliers", "tasks"
 FILES = {PLAIN: "perplexity.json", OUTLIERS: "perplexity_outliers.json", TASKS: "tasks.json"}
 PAGE, HTML = "report.md", "report.html"
 # How panels and headings name the evaluations of a text.

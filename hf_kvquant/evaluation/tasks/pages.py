@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ... import ops
-from ...batching.support import HAS_PAGES, check_version
+from ...batching.support import check_version
 from ...config import KVQuantConfig
 from ...patching import patched
+from ...upstream.releases import HAS_PAGES
 
 if HAS_PAGES:
     from transformers import ContinuousBatchingConfig

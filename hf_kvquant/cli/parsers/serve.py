@@ -1,0 +1,46 @@
+"""The options of `hf-kvquant serve`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .. import arguments
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_parser(commands: Any) -> None:
+    """Add `serve` to the commands, the sub-parsers of argparse."""
+    parser = arguments.add_command(
+        commands,
+        "serve",
+        load,
+        help="answer OpenAI's API over a quantised cache",
+        description="Serve one model over OpenAI's API (chat completions and completions), with continuous batching "
+        "over pages of codes. GET /metrics is for Prometheus, GET /health for a supervisor.",
+    )
+    add = parser.add_argument
+    add("--preset", default="int4", metavar="NAME", help="of the cache; see hf-kvquant generate (default: int4)")
+    add("--host", default="localhost", help="address to listen on (default: localhost)")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on, 0 for any (default: 8000)")
+    arguments.add_placement(parser)
+    add("--attn-implementation", metavar="NAME", help="attention of prompts (default: the model's)")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    arguments.add_batching(parser)
+    add("--sample", action="store_true", help="serve temperature and top_p; without, every answer is greedy")
+    waiting = "requests that may wait; more are answered with 429 (default: 1024)"
+    add("--max-waiting", type=int, default=1024, metavar="N", help=waiting)
+    stop = "after a signal, time for running requests to finish (default: 30)"
+    add("--shutdown-timeout", type=float, default=30, metavar="SECONDS", help=stop)
+    add("--enable-cors", action="store_true", help="let web pages of other sites ask")
+    add("--log-level", choices=LOG_LEVELS, default="warning", help="of the log on stderr (default: warning)")
+
+
+def load(args: argparse.Namespace) -> arguments.Run:
+    """Import what runs the command."""
+    arguments.config_of(args.preset)
+    arguments.checked_batching(args)
+    from ..serve import run
+
+    return run

@@ -1,0 +1,54 @@
+"""What users can choose in evaluations, and what these do by default: names and numbers that `--help` shows.
+
+They are apart from what measures because that imports torch and transformers, for which `--help` must not wait.
+"""
+
+from ..presets import PRESET_WINDOWS, PRESETS
+
+# The preset that keeps keys and values as they come. The others are compared with it.
+UNQUANTIZED = "none"
+
+# --- preparation ------------------------------------------------------------------------------------------------------
+
+OUTLIER_PAIRS = 3  # RoPE pairs per head whose channels are made larger
+OUTLIER_FACTOR = 10.0  # about that of large models
+BIAS_NORM = 100.0
+CALIBRATED_PRESET = "int4"
+
+# --- perplexity -------------------------------------------------------------------------------------------------------
+
+WINDOW = 2048
+TOKENS = 16384
+SPLIT, FIELD = "test", "text"
+FEEDING_MODES = ("simulated", "chunked", "decode")
+
+# --- long -------------------------------------------------------------------------------------------------------------
+
+TESTS = ("passkey", "needle", "recall")
+# Presets are scored only where the unquantised cache gets this share of answers right. A test that the model fails
+# anyway says nothing about the cache, and right answers by chance would make a preset look better than it is.
+MIN_ACCURACY = 0.9
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+PLAIN, OUTLIERS, TASKS = "plain", "outliers", "tasks"
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+# Tokens at the beginning of the text that recipes may learn from. They are never measured.
+SAMPLE_TOKENS = 8192
+# What a budget of bits is spent on. They have the same dense tokens.
+BUDGET_PRESETS = list(PRESET_WINDOWS)
+# What users can name; `recipes/catalogue.py` has the recipes.
+RECIPE_NAMES = (
+    *(name for name in PRESETS if name != UNQUANTIZED),
+    *("int3:4+128", "int2-g64:4+128", "int4-channel+int2:4+128"),
+    *("naive-4", "naive-3", "naive-2", "quarot-4", "quarot-3", "quarot-2", "saw-4"),
+    *("kivi-4", "kivi-2"),
+    *("kvquant-4", "kvquant-3"),
+    *("turboquant-4", "turboquant-3", "turboquant-2", "turboquant-prod-4", "turboquant-prod-3"),
+    "polarquant",
+    *("kvarn-k4v4", "kvarn-k4v2", "kvarn-k2v2"),
+    "oscar-2",
+    *("mxfp4", "nvfp4"),
+)
