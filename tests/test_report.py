@@ -282,6 +282,9 @@ def test_environment_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "extension", lambda: ImportError("no file"))
     monkeypatch.setattr(environment, "EVALUATION", ("lm-eval", "nobody-has-this"))
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert environment.environment()["CUDA kernels"] == "none: this torch is built for CPUs only"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     facts = environment.environment()
     assert facts["extension"].startswith("missing (no file)") and REINSTALL in facts["extension"]
     assert facts["CUDA kernels"].startswith("missing") and REINSTALL in facts["CUDA kernels"]
