@@ -116,11 +116,13 @@ oldest: $(OLDEST)/stamp  ## test cache and generation with the oldest supported 
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(PYTEST_ARGS) $(OLDEST_TESTS)
 
-# pip counts what the other environment has as installed, so here is only what is newer. Tests run if anything is.
+# pip counts what the other environment has as installed, so here is only what is newer. Tests run if anything is. With
+# NEWEST_PACKAGES=transformers==5.23.0, they run with that.
 newest: $(READY)  ## test with the newest transformers, peft, accelerate, lm-eval and torch (NEWEST_PACKAGES="..." for some)
 	rm -rf $(NEWEST)
 	$(PYTHON) -m venv --without-pip $(NEWEST)
-	echo "$(abspath $(VENV))" | sed "s#\$$#/lib/$$(ls $(VENV)/lib)/site-packages#" >"$$(echo $(NEWEST)/lib/*/site-packages)/pinned.pth"
+	echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/*/site-packages)')" \
+	    >"$$(echo $(NEWEST)/lib/*/site-packages)/pinned.pth"
 	$(call step,installing what is newer,PIP_CONSTRAINT=/dev/null $(NEWEST)/bin/python -m pip install --quiet --upgrade \
 	    $(NEWEST_PACKAGES))
 	@newer="$$(cd $(NEWEST)/lib/*/site-packages && ls -d *.dist-info 2>/dev/null | sed 's/.dist-info//' | tr '\n' ' ')"; \
