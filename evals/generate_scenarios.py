@@ -4,11 +4,12 @@
 `assisted`. Each is warmed up, then measured three times, or less often if that takes long; the median counts.
 
 - `turn`: the time to the first token after new tokens behind a long context. The prefill of the context is not timed.
-  A cache is cropped back for the next call; transformers' static cache cannot be cropped, and is filled again.
+  A cache is cropped back for the next call; transformers' static cache, which cannot be cropped before
+  5.24, is filled again.
 - `chunked`: the time to the first token of a long prompt in chunks, and the peak of memory. Nothing is compiled.
 - `assisted`: tokens per second after the first ones, without proposals, with an assistant model, and with prompt
-  lookup, five proposals a round. Transformers refuses assisted decoding with static caches, and a cache of ours that
-  is not captured grows.
+  lookup, five proposals a round. Before 5.24, transformers refuses assisted decoding with static caches, and a
+  cache of ours that is not captured grows.
 
 Proposals need a model that can be guessed, and random weights cannot: an independent assistant would never be right.
 So `predictable` changes the weights. A thousand tokens follow one another in a circle, whatever came before. The

@@ -271,7 +271,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "Manager": {"_restore_attention"},
         "Processor": {"_add_if_it_fits", "_end_outgrown", "_wait_for_device"},
         "Runner": {"_states", "max_requests"},
-        "PagedCache": {"room", "allocator", "planned"},
+        "PagedCache": {"room", "allocator", "planned", "get_seq_length"},
         "PageAllocator": {"page_table_of", "pages_of", "_tokens_alone"},
         "PageMemory": set(),
     }

@@ -344,8 +344,13 @@ def test_assisted_decoding_changes_no_token(config: str, how: str, monkeypatch: 
     if how == "both":
         patch(assistant, spelled)
     crops: list[int] = []
-    crop = EncoderDecoderCache.crop
-    monkeypatch.setattr(EncoderDecoderCache, "crop", lambda self, tokens: (crops.append(tokens), crop(self, tokens))[1])
+    inner = EncoderDecoderCache.crop
+
+    def crop(self: EncoderDecoderCache, tokens: int) -> None:  # transformers asks for its name
+        crops.append(tokens)
+        inner(self, tokens)
+
+    monkeypatch.setattr(EncoderDecoderCache, "crop", crop)
     expected = greedy(model, inputs, 12, **with_cache(simulated(model, spelled)))
     with patched(model, spelled):
         output = greedy(model, inputs, 12, **options)
