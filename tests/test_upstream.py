@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from hf_kvquant.upstream.contracts import CONTRACTS, Contract, changed_overrides
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_kvquant"
-# Of the server and of lm-eval's tasks, which are not installed everywhere.
-EXTRAS = {"serving/": "fastapi", "evaluation/tasks/lm_eval_model.py": "lm_eval"}
+# What the server and evaluations need, and is not installed everywhere.
+EXTRAS = ("fastapi", "lm_eval", "matplotlib", "jinja2")
 
 
 def names_of(contract: Contract) -> str:
@@ -36,8 +35,17 @@ def why_absent(path: str) -> str | None:
     """Why a file of ours cannot be used here."""
     if path.startswith(("batching/", "serving/")) and not releases.HAS_PAGES:
         return "transformers' paged cache has another design"
-    missing = [name for start, name in EXTRAS.items() if path.startswith(start) and not find_spec(name)]
-    return f"needs {missing[0]}" if missing else None
+    try:
+        importlib.import_module(module_of(path))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in EXTRAS:
+            return f"needs {error.name}"
+        raise
+    return None
+
+
+def module_of(path: str) -> str:
+    return "hf_kvquant." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 def skip_absent(path: str) -> None:
@@ -83,11 +91,7 @@ def test_what_a_file_imports_is_there(path: str) -> None:
 
 
 def modules() -> list[str]:
-    names = []
-    for path in files():
-        if not path.endswith("__main__.py") and why_absent(path) is None:
-            names.append("hf_kvquant." + path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    return [name.removesuffix(".__init__") for name in names]
+    return [module_of(path) for path in files() if not path.endswith("__main__.py") and why_absent(path) is None]
 
 
 def classes_over_theirs() -> list[type]:

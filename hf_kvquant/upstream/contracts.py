@@ -64,7 +64,7 @@ CONTRACTS = (
     # What calls a cache by which name.
     Contract("upstream/releases.py", f"{_LLAMA}.LlamaForCausalLM.forward", CACHE),
     Contract("upstream/releases.py", f"{_LLAMA}.LlamaAttention.forward", CACHE, f"{CACHE}.update("),
-    Contract("upstream/releases.py", "transformers.masking_utils.create_causal_mask", CACHE, f"({CACHE})"),
+    Contract("upstream/releases.py", "transformers.masking_utils.create_causal_mask", CACHE),
     Contract("upstream/releases.py", "transformers.modeling_outputs.CausalLMOutputWithPast", f"logits {CACHE}"),
     Contract("upstream/releases.py", f"{_GENERATE}._prefill", mentions=f'"{CACHE}" outputs.{CACHE}'),
     # What `patch` and each call of `generate` meet.
