@@ -42,7 +42,9 @@ def command(tmp_path: Path) -> Command:
     """Starts the command in a process that runs some code first."""
 
     def start(*words: str, first: str = "") -> subprocess.Popen[str]:
-        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(first), encoding="utf-8")
+        # Of a pytest in the background of a script, programs inherit that they ignore the signal.
+        heeds = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        (tmp_path / "sitecustomize.py").write_text(heeds + textwrap.dedent(first), encoding="utf-8")
         path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen(
             [sys.executable, "-m", "hf_kvquant", *words],
