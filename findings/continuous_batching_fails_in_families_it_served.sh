@@ -5,7 +5,6 @@
 # raises nothing: it returns a result with an error in it, and no tokens.
 #
 # Source: models/gpt_neox/modeling_gpt_neox.py, models/opt/modeling_opt.py, generation/continuous_batching/cache.py.
-# Guess before the run: all families that 5.23 batches go on, since the change is in shared code. So it is not.
 #
 # Seen: torch 2.13.0 on a CPU:
 #     5.23.0 llama: 3 tokens, None
