@@ -425,8 +425,8 @@ MUTATIONS = [
         "hf_kvquant/batching/manager.py",
         ("if not 0 < num_tokens <= room:", "if not 0 < num_tokens:", "a prompt that never fits ends all", "batching"),
         (
-            "        super()._run_generation_loop()\n        self._restore_attention(self.model)",
-            "        super()._run_generation_loop()",
+            "        super()._run_generation_loop(*args, **options)\n        self._restore_attention(self.model)",
+            "        super()._run_generation_loop(*args, **options)",
             "a manager that is not waited for leaves its attention on the model",
             "batching",
         ),
