@@ -200,6 +200,49 @@ MUTATIONS = [
             "memory is kept free for masks that nobody makes",
             "batching_pages",
         ),
+        (
+            "        return noted(key_states, self), value_states",
+            "        return noted(key_states.clone(), self).clone(), value_states",
+            "attention does not learn which pages its keys belong to",
+            "batching",
+        ),
+        (
+            "if not DO_MODELS_UPDATE_PAGES or not is_ours(self.config._attn_implementation):",
+            "if not DO_MODELS_UPDATE_PAGES:",
+            "another attention computes over the new tokens alone",
+            "batching batching_support",
+        ),
+    ),
+    *of(
+        "hf_kvquant/upstream/releases.py",
+        (".release[:2] > Version", ".release[:2] >= Version", "a tested release is called newer", "upstream"),
+        (
+            "if not is_theirs or (is_since(OLDEST) and not is_untested()):",
+            "if not is_theirs:",
+            "a bug of ours is blamed on a release",
+            "upstream",
+        ),
+    ),
+    *of(
+        "hf_kvquant/upstream/contracts.py",
+        (
+            'names if name != "self"] != expected):',
+            'names if name != "self"] == []):',
+            "a method that ours replaces may take more than ours",
+            "upstream",
+        ),
+        (
+            "        if self.mentions:\n",
+            "        if False:\n",
+            "a name that ours reads can be lost without a word",
+            "upstream",
+        ),
+        (
+            "if not takes_all and not set(required) <= set(parameters):",
+            "if not takes_all and not set(parameters):",
+            "an override that cannot take what its callers pass is not found",
+            "upstream",
+        ),
     ),
     *of(
         "hf_kvquant/batching/runner.py",
@@ -663,6 +706,12 @@ MUTATIONS = [
             "",
             "an adapter acts beside weights that it was not trained with",
             "adapters",
+        ),
+        (
+            "max_length + (generation_config.prompt_lookup_num_tokens or 0)",
+            "max_length",
+            "proposals beyond the requested length find a full static cache",
+            "compile capture",
         ),
     ),
     *of(

@@ -114,6 +114,12 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add("--field", metavar="NAME", help=f"field with the text of a row, with --dataset (default: {FIELD})")
 
 
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """Add the option for evaluations that read a text as `generate` reads a prompt and what follows."""
+    described = "first tokens of each window to feed at once, as the prompt of generate, and not to score (default: 1)"
+    parser.add_argument("--prompt", type=int, default=1, metavar="N", help=described)
+
+
 def add_preparation(parser: argparse.ArgumentParser) -> None:
     """Add the options that change a model before it is measured."""
     add = parser.add_argument

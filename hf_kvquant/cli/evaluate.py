@@ -54,9 +54,11 @@ def run_perplexity(args: argparse.Namespace) -> None:
 
 def measured(args: argparse.Namespace) -> RunRecord:
     """Measure what the arguments of `perplexity` ask for."""
-    configs = arguments.compared_configs(args, "chunk", "window", "stride", "tokens")
+    configs = arguments.compared_configs(args, "chunk", "window", "stride", "tokens", "prompt")
     source, text = loading.source_of(args)
-    options = arguments.given(args, "output", "mode", "chunk", "window", "stride", "tokens", "controls", "details")
+    options = arguments.given(
+        args, "output", "mode", "chunk", "window", "stride", "tokens", "prompt", "controls", "details"
+    )
     return perplexity.measure(loading.load_subject(args, configs), source, text, **options)
 
 

@@ -23,7 +23,7 @@ from . import arguments, loading
 def run_recipes(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval recipes`."""
     recipes, budgets = checked_recipes(args.recipes, args.dense), checked_bits(args.bits, args.dense)
-    counts = ("window", "tokens", "context", "drift_prompts", "drift_together", "limit", "batch_size")
+    counts = ("window", "tokens", "prompt", "context", "drift_prompts", "drift_together", "limit", "batch_size")
     arguments.check_counts(args, *counts)
     for name in ("drift", "needles", "task_context"):
         if getattr(args, name) < 0:

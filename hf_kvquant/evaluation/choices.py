@@ -51,4 +51,5 @@ RECIPE_NAMES = (
     *("kvarn-k4v4", "kvarn-k4v2", "kvarn-k2v2"),
     "oscar-2",
     *("mxfp4", "nvfp4"),
+    *("quanto-4", "quanto-2", "q8_0", "q4_0", "vllm-int4"),
 )

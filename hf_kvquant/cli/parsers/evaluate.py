@@ -68,6 +68,7 @@ def add_perplexity_options(parser: argparse.ArgumentParser) -> None:
         "cache; decode: token by token; all: every mode that the model supports (default: chunked)",
     )
     add("--chunk", type=int, default=32, metavar="N", help="tokens of a chunk (default: 32)")
+    arguments.add_prompt(parser)
     arguments.add_preparation(parser)
     add("--controls", action="store_true", help="also check that an exact cache scores as exact and a broken one fails")
     detailed = "also quantise one layer at a time, and measure the keys channel by channel"

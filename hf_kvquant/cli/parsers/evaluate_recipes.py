@@ -31,6 +31,7 @@ def add_recipes(evaluations: Any) -> None:
     add("--dense", metavar="FIRST+NEWEST", help=dense)
     add("--window", type=int, metavar="N", help=f"tokens of a window (default: {WINDOW}, or the model's context)")
     add("--tokens", type=int, metavar="N", help=f"score at least N tokens (default: {TOKENS} or all)")
+    arguments.add_prompt(parser)
     add("--context", type=int, default=32768, metavar="N", help="count bits at this length as well (default: 32768)")
     add(
         "--drift",

@@ -64,6 +64,7 @@ def measure(
     window: int | None = None,
     stride: int | None = None,
     tokens: int | None = None,
+    prompt: int = FIRST_CHUNK,
     controls: bool = False,
     details: bool = False,
 ) -> RunRecord:
@@ -75,7 +76,7 @@ def measure(
     started = time.monotonic()
     model, configs = subject.model, subject.configs
     ids = subject.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    segments = cut(ids.to(model.device), model, window=window, stride=stride, tokens=tokens)
+    segments = cut(ids.to(model.device), model, window=window, stride=stride, tokens=tokens, prompt=prompt)
     prepared = subject.prepare()  # before it runs, since transforms found earlier do not fit changed weights
     unsimulated = why_not_simulated(model)
     modes = modes_of(mode, unsimulated, subject.name)
@@ -88,7 +89,7 @@ def measure(
         "source": source,
         "mode": mode,
         "chunk": chunk,
-        "first_chunk": FIRST_CHUNK,
+        "first_chunk": segments.prompt,
         "window": segments.length,
         "stride": segments.stride,
         "begins": segments.begins,
@@ -147,13 +148,12 @@ class Run:
 
     def measure_segments(self, mode: str, indices: Sequence[int], tell: Tell) -> None:
         """Measure some segments in one forward per chunk."""
-        how: dict[str, Any] = {"first_chunk": FIRST_CHUNK, "chunk_size": 1 if mode == "decode" else self.chunk}
+        how: dict[str, Any] = {"first_chunk": self.segments.prompt, "chunk_size": 1 if mode == "decode" else self.chunk}
         how["simulate"] = mode == "simulated"
         compared = compare(self.subject.model, self.segments.ids[indices], self.subject.configs, on_chunk=tell, **how)
         for index, results in zip(indices, compared, strict=True):
             begin = self.segments.begins[index]
-            # A segment that overlaps the previous one scores only its new tokens.
-            newest = None if begin == 0 else self.segments.stride
+            newest = self.segments.newest(begin)
             found = {name: of_segment(name, each, newest) for name, each in results.items()}
             self.record.put(f"{mode} {begin}", found)
 

@@ -124,11 +124,17 @@ def show(console: Console, record: Record) -> None:
     first = next(iter(summary.values()))[UNQUANTIZED]
     console.print(
         f"{first['scored_tokens']:,} tokens in windows of {settings['window']}. Each window starts with an empty cache "
-        "and an exact first token. Bits: per cached value, scales and zeros included. KL, agreement of the most likely "
-        "next token and RMS change of the true token's probability: against the unquantised cache in the same run. Per "
-        f"word: perplexity per white-space word. {passed(record)}",
+        f"and {exact_tokens(settings)}. Bits: per cached value, scales and zeros included. KL, agreement of the most "
+        "likely next token and RMS change of the true token's probability: against the unquantised cache in the same "
+        f"run. Per word: perplexity per white-space word. {passed(record)}",
         style="dim",
     )
+
+
+def exact_tokens(settings: Mapping[str, Any]) -> str:
+    """The tokens of each window that read no code, in words."""
+    count = settings["first_chunk"]
+    return "an exact first token" if count == 1 else f"an exact prompt of {count:,} tokens, which are not scored"
 
 
 def is_finished(record: Record) -> bool:

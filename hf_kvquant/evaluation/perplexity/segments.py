@@ -20,7 +20,7 @@ from ..preparation import read_text
 from ..provenance import sha256
 
 ROWS = "rows joined by two newlines"
-FIRST_CHUNK = 1  # tokens of each segment that fill the cache before a code is read, and so are exact
+FIRST_CHUNK = 1  # the prompt of a segment, unless a longer one is asked for
 
 
 class Segments(NamedTuple):
@@ -29,11 +29,19 @@ class Segments(NamedTuple):
     ids: Tensor  # `[segments, length]` int64
     begins: list[int]
     stride: int  # tokens from one to the next, if all are measured
+    prompt: int = FIRST_CHUNK  # tokens of each that fill the cache before a code is read, and so are exact
 
     @property
     def length(self) -> int:
         """Tokens of a segment."""
         return self.ids.shape[1]
+
+    def newest(self, begin: int) -> int | None:
+        """Tokens of the segment from `begin` that are scored, the last ones; `None` if all but the first are."""
+        if self.prompt > FIRST_CHUNK:
+            return self.length - 1 - self.prompt
+        # A segment that overlaps the previous one scores only its new tokens.
+        return None if begin == 0 else self.stride
 
 
 def read_source(
@@ -95,19 +103,28 @@ def cut(
     window: int | None = None,
     stride: int | None = None,
     tokens: int | None = None,
+    prompt: int = FIRST_CHUNK,
 ) -> Segments:
     """Cut a tokenised text (`[tokens]` int64) into segments and choose those to measure, spread over the text.
 
     `window` is the length of a segment, which the model decides if it is left out; `stride` that from one to the next,
-    otherwise the window. At least `tokens` are scored, otherwise `TOKENS` or all that there are.
+    otherwise the window. The first `prompt` tokens of each are fed at once, and not scored. At least `tokens` are
+    scored, otherwise `TOKENS` or all that there are.
     """
     context = context_of(model)
     length = window or positions_of(model, WINDOW)
     stride = stride or length
-    least = FIRST_CHUNK + 2  # one token is exact, one is scored, and one is only predicted
+    if prompt < FIRST_CHUNK:
+        raise UsageError(f"`--prompt` must be at least {FIRST_CHUNK}, got {prompt}.")
+    if prompt > FIRST_CHUNK and stride != length:
+        raise UsageError(
+            f"`--stride` must be left out with --prompt, got {stride}. Windows of a prompt do not overlap."
+        )
+    least = prompt + 2  # after the exact tokens, one is scored, and one is only predicted
     if length < least or (context is not None and length > context):
         most = "" if context is None else f" and at most the model's {context} positions"
-        raise UsageError(f"`--window` must be at least {least}{most}, got {length}.")
+        behind = "" if prompt == FIRST_CHUNK else f" with --prompt {prompt}"
+        raise UsageError(f"`--window` must be at least {least}{most}{behind}, got {length}.")
     if stride > length - least + 1 and stride != length:
         raise UsageError(
             f"`--stride` must be the window or less than it by {least - 1}, got {stride} with {length} tokens."
@@ -116,7 +133,7 @@ def cut(
         remedy = f"--window {len(ids)} or " if len(ids) >= least else ""
         raise UsageError(f"the text must fill a window of {length} tokens, got {len(ids)}. Use {remedy}a longer text.")
     begins = list(range(0, len(ids) - length + 1, stride))
-    scored = min(stride, length - 1 - FIRST_CHUNK)
+    scored = min(stride, length - 1 - prompt)
     wanted = -(-(tokens or TOKENS) // scored)
     if tokens is not None and wanted > len(begins):
         raise UsageError(
@@ -126,4 +143,4 @@ def cut(
     # Spread over the text, not only its first articles.
     wanted = min(wanted, len(begins))
     chosen = [begins[index * len(begins) // wanted] for index in range(wanted)]
-    return Segments(torch.stack([ids[begin : begin + length] for begin in chosen]), chosen, stride)
+    return Segments(torch.stack([ids[begin : begin + length] for begin in chosen]), chosen, stride, prompt)

@@ -25,8 +25,6 @@ from ..measuring.fidelity import UNQUANTIZED
 from ..measuring.simulation import SimulatedStep, attend_to_sources
 from .interface import Quantize, Recipe, Storage
 
-FIRST_CHUNK = 1  # tokens of a text that see themselves dense, like a prompt that fills a cache
-
 # How keys and values are quantised, by layer.
 Quantizers = Mapping[int, tuple[Quantize, Quantize]]
 # Keys and values by layer, `[batch, num_kv_heads, tokens, head_dim]`, dense.
@@ -149,9 +147,10 @@ class JointLayer(RoomyLayer):
 class TextLayer(DynamicLayer, SimulatingLayer):
     """One layer for one forward over whole texts."""
 
-    def __init__(self, storages: Sequence[Storage], quantizers: Sequence[Quantize], name: str) -> None:
+    def __init__(self, storages: Sequence[Storage], quantizers: Sequence[Quantize], prompt: int, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sides = tuple(zip(storages, quantizers, strict=True))
+        self.prompt = prompt  # first tokens of a text, which see themselves dense: they fill the cache
         # Of handles, which name it in messages. It holds nothing.
         self.storage = LayerStore(KVQuantConfig.from_preset(UNQUANTIZED).formats(0), name=name)
         self.pairs_read = [0, 0]  # (query, token) pairs that read codes of keys, and of values
@@ -175,15 +174,14 @@ class TextLayer(DynamicLayer, SimulatingLayer):
         """See `simulation.SimulatedLayer.attend`."""
         tokens = query.shape[2]
         is_exact = [self._is_exact(storage, tokens, query.device) for storage, _ in self.sides]
-        is_causal = torch.ones(tokens - FIRST_CHUNK, tokens, dtype=torch.bool, device=query.device).tril(FIRST_CHUNK)
+        is_causal = torch.ones(tokens - self.prompt, tokens, dtype=torch.bool, device=query.device).tril(self.prompt)
         for side, exact in enumerate(is_exact):
             self.pairs_read[side] += int((~exact & is_causal).sum()) * len(query)
-        return attend_to_sources(query, mask, attend, FIRST_CHUNK, self.coded, self.raw, is_exact)
+        return attend_to_sources(query, mask, attend, self.prompt, self.coded, self.raw, is_exact)
 
-    @staticmethod
-    def _is_exact(storage: Storage, tokens: int, device: torch.device) -> Tensor:
-        """Whether queries behind the first chunk see a token dense: `[1, tokens - first chunk, tokens]` bool."""
-        ends = torch.tensor([storage.coded_end(length) for length in range(FIRST_CHUNK + 1, tokens + 1)], device=device)
+    def _is_exact(self, storage: Storage, tokens: int, device: torch.device) -> Tensor:
+        """Whether queries behind the prompt see a token dense: `[1, tokens - prompt, tokens]` bool."""
+        ends = torch.tensor([storage.coded_end(length) for length in range(self.prompt + 1, tokens + 1)], device=device)
         position = torch.arange(tokens, device=device)
         return ((position < storage.sink) | (position >= ends.unsqueeze(1))).unsqueeze(0)
 
@@ -233,9 +231,10 @@ def begun(cache: DynamicCache, states: States, like: DynamicCache, tokens: int) 
     return cache
 
 
-def text_cache(model: PreTrainedModel, recipe: Recipe, quantizers: Quantizers) -> DynamicCache:
-    """A cache for one forward over texts, in a model inside `simulation.simulated`."""
-    return _cache(model, lambda index: TextLayer((recipe.key, recipe.value), quantizers[index], f"layer {index}"))
+def text_cache(model: PreTrainedModel, recipe: Recipe, quantizers: Quantizers, prompt: int) -> DynamicCache:
+    """A cache for one forward over texts, in a model inside `simulation.simulated`. See `TextLayer.prompt`."""
+    sides = recipe.key, recipe.value
+    return _cache(model, lambda index: TextLayer(sides, quantizers[index], prompt, f"layer {index}"))
 
 
 def _cache(model: PreTrainedModel, make: Callable[[int], DynamicLayer]) -> DynamicCache:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..choices import RECIPE_NAMES
-from . import float4, kivi, kvarn, kvquant, oscar, ours, polarquant, turboquant, uniform
+from . import engines, float4, kivi, kvarn, kvquant, oscar, ours, polarquant, turboquant, uniform
 from .interface import Recipe
 
 _RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
-    for family in (ours, uniform, kivi, kvquant, turboquant, polarquant, kvarn, oscar, float4)
+    for family in (ours, uniform, kivi, kvquant, turboquant, polarquant, kvarn, oscar, float4, engines)
     for recipe in family.RECIPES
 }
 # By name, in the order in which they are listed and run.

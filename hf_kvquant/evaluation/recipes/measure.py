@@ -17,12 +17,12 @@ from ..choices import SAMPLE_TOKENS
 from ..errors import UsageError
 from ..long_context.prompts import Prompt, Writer
 from ..measuring.fidelity import UNQUANTIZED
-from ..perplexity.segments import Segments, cut
+from ..perplexity.segments import FIRST_CHUNK, Segments, cut
 from ..preparation import Subject
 from ..provenance import sha256
 from ..records import RunRecord, measuring, open_record
 from . import drift, needles, quality, tasks
-from .cache import FIRST_CHUNK, Quantizers, plain_cache, recipe_cache
+from .cache import Quantizers, plain_cache, recipe_cache
 from .interface import Layer, Recipe
 from .ours import of_budget
 from .sample import layers_of_model
@@ -38,6 +38,7 @@ class Options(tasks.Options):
 
     window: int | None = None
     tokens: int | None = None
+    prompt: int = FIRST_CHUNK
     context: int = 32768  # at which bits are counted, besides those of the windows
     drift: int = 512
     drift_prompts: int = 8
@@ -94,7 +95,7 @@ def measure(
         "source": source,
         "window": length,
         "begins": plan.segments.begins,
-        "first_chunk": FIRST_CHUNK,
+        "first_chunk": options.prompt,
         "sample_tokens": SAMPLE_TOKENS,
         "context": options.context,
         "drift_tokens": options.drift,
@@ -116,7 +117,7 @@ def measure(
 
 def plan_of(subject: Subject, ids: Tensor, options: Options) -> Plan:
     """Cut what is measured out of a tokenised text, `[tokens]` int64."""
-    segments = cut(ids, subject.model, window=options.window, tokens=options.tokens)
+    segments = cut(ids, subject.model, window=options.window, tokens=options.tokens, prompt=options.prompt)
     check_drift(subject, options.drift)
     writer = Writer(subject.tokenizer, seed=options.seed) if options.needles else None
     asked = [] if writer is None else needles.prompts(writer, segments.length, options.needles)
@@ -209,8 +210,7 @@ def fill(
     with measuring(record, WHERE, total, lower="--window", value=plan.segments.length) as tell:
         for index in missing:
             tell(doing=f"window {index + 1} of {len(plan.segments.begins)}")
-            ids = plan.segments.ids[index : index + 1]
-            found = quality.compare(model, ids, recipes, quantizers, lambda: tell(1))
+            found = quality.compare(model, plan.segments, index, recipes, quantizers, lambda: tell(1))
             record.put(f"window {plan.segments.begins[index]}", found)
         together = plan.options.drift_together
         for names in (writers[begin : begin + together] for begin in range(0, len(writers), together)):

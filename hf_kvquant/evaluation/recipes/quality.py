@@ -6,49 +6,51 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...models.probing import forward
 from ..measuring.fidelity import Fidelity, divergence, surprise
 from ..measuring.simulation import simulated
 from ..perplexity.results import kld_of, of_segment
-from .cache import FIRST_CHUNK, Quantizers, TextLayer, text_cache
+from ..perplexity.segments import Segments
+from .cache import Quantizers, TextLayer, text_cache
 from .interface import Recipe
 
 
 @torch.inference_mode()
 def compare(
     model: PreTrainedModel,
-    input_ids: Tensor,
+    segments: Segments,
+    index: int,
     recipes: Mapping[str, Recipe],
     quantizers: Mapping[str, Quantizers],
     on_recipe: Callable[[], Any] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Scores of a text, `[1, tokens]` int64, under each recipe: parts of a record, as `of_segment` makes them.
+    """Scores of one segment of a text under each recipe: parts of a record, as `of_segment` makes them.
 
     Raises `NothingRead` if a number was not computed from codes.
     """
+    input_ids, prompt = segments.ids[index : index + 1], segments.prompt
     fed, targets = input_ids[:, :-1], input_ids[:, 1:]
     reference = forward(model, fed).float().log_softmax(-1)
     reference_nll = surprise(reference, targets)[0].cpu()
     found = {}
     for name, recipe in recipes.items():
         with simulated(model):
-            cache = text_cache(model, recipe, quantizers[name])
+            cache = text_cache(model, recipe, quantizers[name], prompt)
             log_probs = forward(model, fed, cache=cache).float().log_softmax(-1)
         layers = [layer for layer in cache.layers if isinstance(layer, TextLayer)]
         tokens = fed.shape[1]
-        expected = sum(side.coded_pairs(tokens, FIRST_CHUNK) for side in (recipe.key, recipe.value))
+        expected = sum(side.coded_pairs(tokens, prompt) for side in (recipe.key, recipe.value))
         scores = Fidelity(
-            kld=divergence(reference, log_probs)[0, FIRST_CHUNK:],
-            agrees=(log_probs.argmax(-1) == reference.argmax(-1))[0, FIRST_CHUNK:].cpu(),
+            kld=divergence(reference, log_probs)[0, prompt:],
+            agrees=(log_probs.argmax(-1) == reference.argmax(-1))[0, prompt:].cpu(),
             nll=surprise(log_probs, targets)[0].cpu(),
             reference_nll=reference_nll,
             pairs_read=sum(sum(layer.pairs_read) for layer in layers),
             pairs_expected=len(layers) * expected,
         )
-        found[name] = of_segment(name, scores, None)
+        found[name] = of_segment(name, scores, segments.newest(segments.begins[index]))
         on_recipe()
     return found
 
