@@ -57,7 +57,12 @@ def how_refused(model_type: str) -> str | None:
     try:
         KVQuantCache(AutoConfig.for_model(model_type), "int4")
     except NotImplementedError as error:
-        marks = {"(MLA)": "latent", "`num_hidden_layers`": "parts", "no keys and values": "states"}
+        marks = {
+            "(MLA)": "latent",
+            "cache of another model": "shared",
+            "`num_hidden_layers`": "parts",
+            "no keys and values": "states",
+        }
         return next((heading for mark, heading in marks.items() if mark in str(error)), "others")
     except Exception:  # default configs of transformers fail in many ways of their own
         return UNTOLD

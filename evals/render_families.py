@@ -18,6 +18,7 @@ HEADINGS = {
     "latent": "refused: a latent (MLA) cache has no keys and values per head",
     "others": "refused: picks or compresses its keys itself",
     "states": "refused: keeps a state of fixed size in every layer, and no keys and values",
+    "shared": "refused: attends to the cache of the model that it assists, and has none of its own",
     "parts": "refused: combines several models, and its config does not say which layers have a cache",
 }
 

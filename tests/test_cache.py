@@ -39,7 +39,7 @@ from hf_kvquant.cache.cache import _log_nothing_to_quantize
 from hf_kvquant.cache.handle import KVHandle, KVLength
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.spec.key_transform import KeyTransform
-from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
+from hf_kvquant.upstream.releases import CACHE, cache_of, is_since, with_cache
 
 BATCH, KV_HEADS, HEAD_DIM = 3, 2, models.HEAD_DIM
 CONFIG = models.llama().config
@@ -796,3 +796,14 @@ def test_formats_beyond_the_presets() -> None:
     chunks = chunks_of(5, 1)
     give(cache, chunks), give(expected, chunks)
     check_same_tokens(cache, expected, "tokens")
+
+
+@pytest.mark.skipif(not is_since("5.24"), reason="it has no such model")
+def test_a_model_without_a_cache_of_its_own_is_refused() -> None:
+    """Its layers all attend to the model that it assists."""
+    with pytest.raises(NotImplementedError) as raised:
+        KVQuantCache(AutoConfig.for_model("gemma4_unified_assistant"), "int4")
+    assert str(raised.value) == (
+        "KVQuantCache: gemma4_unified_text attends to the cache of another model in every layer, and has none of its "
+        "own. Leave the model unpatched."
+    )

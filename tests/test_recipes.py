@@ -313,7 +313,7 @@ def test_quanto_is_that_of_transformers(bits: int, layers: list[Layer]) -> None:
         new = x[:, :, begin:end], 2 * x[:, :, begin:end]
         for one, other in zip(ours.update(*new), theirs.update(*new), strict=True):
             # Their scales are float32, ours float16, so a number near the middle of two codes may get the other one.
-            assert one.shape == other.shape and ((one - other).abs() > 4e-3).float().mean() < 3e-3
+            assert one.shape == other.shape and ((one - other).abs() > 1e-2).float().mean() < 0.01
 
 
 def test_codes_of_other_engines() -> None:

@@ -278,3 +278,22 @@ def test_contracts_say_what_their_source_lacks() -> None:
     contract = Contract("cache/cache.py", "transformers.cache_utils.Cache.update", mentions="no_such_name")
     assert contract.why_broken() == "has transformers.cache_utils.Cache.update without ['no_such_name']"
     assert Contract("", "transformers.no_such_module.x").why_broken() == "has no transformers.no_such_module.x"
+
+
+def test_a_method_that_ours_replaces_may_not_take_more() -> None:
+    update = "transformers.cache_utils.Cache.update"
+    names = list(inspect.signature(contracts._resolve(update)).parameters)[1:]
+    assert Contract("", update, " ".join(names), is_replaced=True).why_broken() is None
+    assert Contract("", update, " ".join(names[:-1])).why_broken() is None
+    expected = f"has {update} with the parameters {['self', *names]}, not {names[:-1]}"
+    assert Contract("", update, " ".join(names[:-1]), is_replaced=True).why_broken() == expected
+
+
+def test_an_override_that_cannot_take_what_theirs_takes_is_found() -> None:
+    class Ours(transformers.DynamicCache):
+        def reorder_cache(self) -> None: ...
+
+        def crop(self, **kwargs: Any) -> None: ...
+
+    (found,) = changed_overrides(Ours)
+    assert found == "Ours.reorder_cache takes ['self'], and theirs ['self', 'beam_idx']"

@@ -111,6 +111,7 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             text_config.model_type in _PICK_KEYS
         ),
         f"has layers of type {unknown}, whose caches are not keys and values per head": bool(unknown),
+        "attends to the cache of another model in every layer, and has none of its own": found == {"dummy"},
         f"has only layers of type {sorted(found)}, which keep a state of fixed size and no keys and values": (
             found <= _RECURRENT | STATELESS
         ),
