@@ -15,8 +15,9 @@ from hf_kvquant.presets import preset_formats
 from hf_kvquant.spec.codes import INTEGER_BITS, STORAGE_IDS
 
 INT8 = KVFormat("int8")
-INT4 = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
-INT2 = KVFormat("int2", symmetric=False, clip_ratio=3 / 4)
+# Of keys, and of values, in which clipping does harm.
+INT4, INT4_VALUE = KVFormat("int4", symmetric=False, clip_ratio=15 / 16), KVFormat("int4", symmetric=False)
+INT2, INT2_VALUE = (KVFormat("int2", symmetric=False, clip_ratio=ratio) for ratio in (3 / 4, 7 / 8))
 INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
 INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=128)
 FP8 = KVFormat("fp8")
@@ -42,12 +43,12 @@ EXAMPLES = {
     [
         ("none", NONE, NONE, (0, 0)),
         ("int8", INT8, INT8, (0, 0)),
-        ("k8v4", INT8, INT4, (0, 0)),
-        ("int4", INT4, INT4, (0, 0)),
+        ("k8v4", INT8, INT4_VALUE, (0, 0)),
+        ("int4", INT4, INT4_VALUE, (0, 0)),
         ("int4-g32", INT4_G32, INT4_G32, (0, 0)),
-        ("int4-channel", INT4_CHANNEL, INT4, (0, 0)),
-        ("k4v2", INT4, INT2, (4, 128)),
-        ("int2", INT2, INT2, (4, 128)),
+        ("int4-channel", INT4_CHANNEL, INT4_VALUE, (0, 0)),
+        ("k4v2", INT4, INT2_VALUE, (4, 128)),
+        ("int2", INT2, INT2_VALUE, (4, 128)),
         ("fp8", FP8, FP8, (0, 0)),
     ],
 )
@@ -90,16 +91,16 @@ def test_the_default_is_the_default_preset() -> None:
     ("data", "key", "value"),
     [
         ({"nbits": 8}, INT8, INT8),
-        ({"nbits": 4}, INT4, INT4),
+        ({"nbits": 4}, INT4, INT4_VALUE),
         ({"nbits": None}, INT8, INT8),
         ({"nbits": 4, "q_group_size": 32}, INT4_G32, INT4_G32),
-        ({"nbits": 4, "residual_length": 0}, INT4, INT4),
+        ({"nbits": 4, "residual_length": 0}, INT4, INT4_VALUE),
         ({"q_group_size": 64}, KVFormat("int8", "group", 64), KVFormat("int8", "group", 64)),
         ({"preset": "int4-g32", "q_group_size": None}, INT4_G32, INT4_G32),
         ({"preset": "k8v4", "q_group_size": 32}, KVFormat("int8", "group", 32), INT4_G32),
         ({"backend": "hf_kvquant"}, INT8, INT8),
-        ({"value": "int4"}, INT8, INT4),
-        ({"preset": "int4", "key": "fp8"}, FP8, INT4),
+        ({"value": "int4"}, INT8, INT4_VALUE),
+        ({"preset": "int4", "key": "fp8"}, FP8, INT4_VALUE),
         ({"key": FP8, "value": {"storage": "int4"}}, FP8, KVFormat("int4")),
         ({"layers": None}, INT8, INT8),
     ],
@@ -113,7 +114,7 @@ def test_layers() -> None:
     config = KVQuantConfig.from_preset("int4", layers={"11": "int8", 2: {"value": "fp8"}, 0: {"preset": "none"}})
     assert list(config.layers) == [0, 2, 11]
     assert config.formats(0) == LayerFormats(NONE, NONE)
-    assert config.formats(1) == LayerFormats(INT4, INT4)
+    assert config.formats(1) == LayerFormats(INT4, INT4_VALUE)
     assert config.formats(2) == LayerFormats(INT8, FP8), "a layer starts from the default preset"
     assert config.formats(11) == LayerFormats(INT8, INT8)
 

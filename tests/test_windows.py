@@ -580,7 +580,9 @@ def test_configs_say_how_many_tokens_stay_dense() -> None:
     spelled = {index: (config.formats(index).sink_length, config.formats(index).residual_length) for index in range(4)}
     assert spelled == {0: (4, 128), 1: (0, 0), 2: (0, 128), 3: (4, 128)}
     assert KVQuantConfig.from_dict(config.to_dict()) == config
-    assert config.formats(3).describe() == "int4-head-asymmetric-clip0.9375, first 4 and last 128 tokens dense"
+    assert config.formats(3).describe() == (
+        "key int4-head-asymmetric-clip0.9375, value int4-head-asymmetric, first 4 and last 128 tokens dense"
+    )
     assert config.formats(1).describe() == "none"
     assert KVQuantConfig.from_dict({"nbits": 4, "residual_length": 128}).residual_length == 128
     assert KVQuantConfig.from_dict({"nbits": 4, "residual_length": None}).residual_length == 0

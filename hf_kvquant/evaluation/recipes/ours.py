@@ -56,12 +56,11 @@ class Preset(Recipe):
 
 
 # Formats below four bits that are no presets yet, with dense tokens. Names are as those of presets with windows.
-_INT2 = {"storage": "int2", "symmetric": False, "clip_ratio": 0.75}
-_INT2_G64 = {**_INT2, "granularity": "group", "group_size": 64}
+_GROUPS = {"storage": "int2", "symmetric": False, "granularity": "group", "group_size": 64}
 _CHANNEL = {"storage": "int4", "granularity": "channel", "symmetric": False, "block_size": 128}
 FORMATS: dict[str, tuple[Any, Any]] = {
     "int3:4+128": ("int3", "int3"),
-    "int2-g64:4+128": (_INT2_G64, _INT2_G64),
+    "int2-g64:4+128": ({**_GROUPS, "clip_ratio": 3 / 4}, {**_GROUPS, "clip_ratio": 7 / 8}),
     "int4-channel+int2:4+128": (_CHANNEL, "int2"),
 }
 
