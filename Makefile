@@ -77,7 +77,7 @@ SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py wind
 # Python and torch are not instrumented, so libasan is preloaded; libstdc++ too, so that libasan sees exceptions thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
-.PHONY: help setup demo quality test test-all test-gpu mutate oldest newest sanitize sanitize-cpu lint lint-workflows format types cuda \
+.PHONY: help setup demo quality real-model test test-all test-gpu mutate oldest newest sanitize sanitize-cpu lint lint-workflows format types cuda \
     headers wheel docs hub clean distclean
 
 help:  ## list the commands
@@ -99,6 +99,9 @@ quality: $(READY)  ## measure quality again, and render its tables (QUALITY_TEXT
 	mv build/quality/fidelity.json build/quality/tasks.json evals/results/
 	rm -r build/quality
 	$(BIN)/python evals/render_readme.py
+
+real-model: $(READY)  ## make a checkpoint of a real pretrained model in build/real-model (downloads 93 MB)
+	$(BIN)/python evals/real_model/make.py build/real-model
 
 test: $(READY)  ## run the tests before a commit: every test, with a selection of its cases
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

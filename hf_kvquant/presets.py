@@ -19,9 +19,9 @@ _INT8 = KVFormat("int8")
 # Of rotated keys: puts the 16 codes of 4 bits at the centres of 16 equal parts of the range, instead of the first and
 # the last at its ends. No number is off by more than half a step, and steps are 1/16 smaller. On random rows the mean
 # squared error falls by 5 % with 64 numbers per scale, 8 % with 128 and 10 % with 256. With 32 it rises by 5 %, because
-# the two ends are a larger part of the numbers; so groups of 32 do without. So do channel scales: the tokens at the ends
-# of a channel's range are those that others attend to. With 3 and 2 bits, the same rule gave the least or nearly the
-# least divergence among ratios from 0.65 to 0.875 and from 0.45 to 0.75 (reference model, 2,048 tokens).
+# the two ends are a larger part of the numbers; so groups of 32 do without. So do channel scales: the tokens at the
+# ends of a channel's range are those that others attend to. With 3 and 2 bits, the same rule gave the least or nearly
+# the least divergence among ratios from 0.65 to 0.875 and from 0.45 to 0.75 (reference model, 2,048 tokens).
 _KEYS = {
     name: KVFormat(name, symmetric=False, clip_ratio=1 - 2.0 ** -INTEGER_BITS[name])
     for name in ("int4", "int3", "int2")

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Measures what presets and published recipes cost on a real model (evals/real_model/README.md).
+#
+#   evals/real_models.sh MODEL TEXTS RESULTS [DEVICE]
+#
+# TEXTS holds wikitext2.test.raw, which is measured, and wikitext2.valid.tokens, on which is calibrated. On a GPU, caches
+# are real, token by token; on a CPU, one forward computes the same, which a check of each run confirms. The ways to read:
+#
+#   generate     a prompt in one chunk, then 511 tokens one by one: what `generate` does
+#   generate_8k  the same behind a prompt of 7,680 tokens
+#   chunks       chunks of 256 tokens from the first token on, as a server reads long prompts; chunks_8k to 8,192 tokens
+#   steps        token by token from the first one on
+#
+# `calibrated` are generate and chunks with smoothing. JOBS processes run at once (GPU: 4, CPU: 1).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+model=$1 texts=$2 results=$3 device=${4:-cpu}
+python=${PYTHON:-python3}
+work=${WORK:-build/real-models}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+mkdir -p "$work" "$results"
+
+one_by_one="--mode simulated --chunk 1"
+[ "$device" = cpu ] || one_by_one="--mode decode"
+generate="--window 2048 --prompt 1536 --tokens ${TOKENS:-4088}"
+generate_8k="--window 8192 --prompt 7680 --tokens ${TOKENS_8K:-2044}"
+chunks="--window 2048 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS:-16368}"
+chunks_8k="--window 8192 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS_8K:-24570}"
+calibrated="--calibrate $texts/wikitext2.valid.tokens"
+calibrated+=" --preset int8 --preset k8v4 --preset int4 --preset int4-g32 --preset k4v2 --preset int2"
+
+# fidelity NAME OPTIONS...: a results file, real_NAME.json.
+fidelity() {
+    "$python" evals/fidelity.py --model "$model" --data "$texts/wikitext2.test.raw" --device "$device" "${@:2}" \
+        --record "$work/$1.record.json" --output "$results/real_$1.json"
+}
+# recipes NAME OPTIONS...: a record, of which all become one results file.
+recipes() {
+    "$python" -m hf_kvquant eval recipes "$model" --text "$texts/wikitext2.test.raw" --rows --dtype float32 \
+        --device "$device" --drift 0 --needles 0 "${@:2}" --output "$work/$1.json"
+}
+# start FUNCTION NAME OPTIONS...: as soon as fewer than JOBS run.
+jobs=() failed=0
+start() {
+    while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-$([ "$device" = cpu ] && echo 1 || echo 4)}" ]; do wait -n || true; done
+    echo "$SECONDS s: $2"
+    "$@" >"$work/$2.log" 2>&1 &
+    jobs+=("$! $2")
+}
+
+start fidelity generate_8k $generate_8k $one_by_one
+start fidelity generate $generate $one_by_one
+start fidelity chunks $chunks
+start fidelity chunks_8k $chunks_8k
+start fidelity steps --window 2048 --mode simulated --chunk 1 --tokens "${TOKENS:-4088}"
+start fidelity generate_calibrated $generate $one_by_one $calibrated
+start fidelity chunks_calibrated $chunks $calibrated
+start recipes generate $generate
+start recipes generate_8k $generate_8k
+start recipes steps --window 2048 --tokens "${TOKENS:-4088}"
+for job in "${jobs[@]}"; do
+    wait "${job%% *}" || { failed=1; echo "failed: ${job#* }"; tail -n 5 "$work/${job#* }.log"; }
+done
+[ "$failed" = 0 ]
+"$python" evals/recipes.py --output "$results/recipes_real.json" "$work"/{generate,generate_8k,steps}.json
+echo "$SECONDS s in all"
