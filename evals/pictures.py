@@ -6,7 +6,7 @@ look.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,16 @@ def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
 # --- quality, memory and speed of the presets -------------------------------------------------------------------------
 
 
-def plotted_presets(fidelity: dict[str, Any], gpu: dict[str, Any]) -> dict[str, Any]:
+def plotted_presets(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """`quality`: by preset, relative size of the cache and change of perplexity. `speed`: by preset, how many times as
     fast as bf16. `gpu`: its name."""
-    whole = fidelity["presets"]["none"]["bytes_per_token"]
+    sizes, quality, gpu = results["fidelity"]["presets"], results["real_generate"]["presets"], results["decode"]
+    whole = sizes["none"]["bytes_per_token"]
     (case,) = (case for case in gpu["cases"] if case["case"] == SPEED_CASE)
     return {
         "quality": {
-            UNQUANTISED if name == "none" else name: [row["bytes_per_token"] / whole, row["perplexity_change"]]
-            for name, row in fidelity["presets"].items()
+            UNQUANTISED if name == "none" else name: [sizes[name]["bytes_per_token"] / whole, row["perplexity_change"]]
+            for name, row in quality.items()
         },
         "speed": {UNQUANTISED: 1.0, **{row["preset"]: row["speedup"] for row in case["rows"]}},
         "gpu": short(gpu["gpu"]),

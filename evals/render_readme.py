@@ -8,7 +8,8 @@ by the numbers in its description, since its bytes depend on the version of matp
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
 many new tokens, `render_batching.py` that of many requests, with its picture, `render_parallel.py` that of several
 GPUs, `render_families.py` that of model families, `render_itl.py` that of steps by the tokens held, with its picture,
-`render_recipes.py` those of published recipes, `render_ablation.py` and `render_weights.py` those of quantised weights.
+`render_real.py` those of a real model, `render_recipes.py` those of published recipes, `render_ablation.py` and
+`render_weights.py` those of quantised weights.
 The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
 
@@ -28,6 +29,7 @@ import render_families
 import render_generate
 import render_itl
 import render_parallel
+import render_real
 import render_recipes
 import render_shares
 import render_weights
@@ -51,7 +53,8 @@ ITL_PICTURE = RESULTS / "itl.svg"
 BATCHING_PICTURE = RESULTS / "batching.svg"
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
-FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families", "recipes")
+FILES = ("fidelity", "tasks", "cpu_decode", "decode", "generate", "families", "recipes", "recipes_real")
+FILES += ("real_generate", "real_generate_calibrated", "real_chunks", "real_chunks_calibrated", "real_windows")
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
 OPTIONAL_FILES += (
@@ -106,12 +109,17 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     generate, families = results["generate"], results["families"]
     paragraphs = {
         "summary": [
-            summary_table(fidelity, cpu, decode),
+            summary_table(results, cpu, decode),
             end_to_end_sentence(generate),
-            summary_caption(cpu, decode),
+            summary_caption(results["real_generate"], cpu, decode),
         ],
         "quality": [quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu)],
-        "windows": [windows_sentence(results["fidelity_windows"])],
+        "real": [render_real.preset_table(results), render_real.caption(results)],
+        "windows": [render_real.windows_sentence(results)],
+        "recipes-real": [
+            render_real.recipe_table(results["recipes_real"]),
+            render_real.recipe_caption(results["recipes_real"]),
+        ],
         "generate": [render_generate.step_table(generate), render_generate.caption(generate)],
         "decode": [gpu_table(decode), gpu_caption(decode)],
         "kernels": [peer_table(decode), peer_caption(decode)],
@@ -197,15 +205,16 @@ def rendered(page: str, texts: Mapping[str, str]) -> str:
 # --- the summary ------------------------------------------------------------------------------------------------------
 
 
-def summary_table(fidelity: dict[str, Any], cpu: dict[str, Any], decode: dict[str, Any]) -> str:
+def summary_table(results: Mapping[str, dict[str, Any]], cpu: dict[str, Any], decode: dict[str, Any]) -> str:
     """Memory, quality and speed of some presets."""
+    sizes, quality = (results[name]["presets"] for name in ("fidelity", "real_generate"))
     (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
     on_gpu = {row["preset"]: row["speedup"] for row in case["rows"]}
-    on_cpu, unquantised = speedups(cpu), fidelity["presets"]["none"]["bytes_per_token"]
+    on_cpu, unquantised = speedups(cpu), sizes["none"]["bytes_per_token"]
     rows = []
     for preset in SUMMARY_PRESETS:
-        row = fidelity["presets"][preset]
-        cells = [f"`{preset}`", f"{row['bytes_per_token'] / unquantised:.0%}", f"{row['perplexity_change']:+.2%}"]
+        row, size = quality[preset], sizes[preset]["bytes_per_token"]
+        cells = [f"`{preset}`", f"{size / unquantised:.0%}", f"{row['perplexity_change']:+.2%}"]
         rows.append([*cells, f"{row['agreement']:.1%}", f"{on_gpu[preset]:.1f}x", f"{on_cpu[preset]:.1f}x"])
     return table(
         ["preset", "cache size", "perplexity change", "same next token", "GPU attention", "CPU attention"], rows
@@ -224,14 +233,15 @@ def end_to_end_sentence(generate: dict[str, Any]) -> str:
     )
 
 
-def summary_caption(cpu: dict[str, Any], decode: dict[str, Any]) -> str:
+def summary_caption(real: dict[str, Any], cpu: dict[str, Any], decode: dict[str, Any]) -> str:
     """What each column of the summary compares."""
     (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
     return (
-        f"Cache size: against 16 bits per value. Quality: our {MODEL} on WikiText-2. GPU attention: one decode step "
-        f"against the fastest bf16 kernel of PyTorch and FlashInfer ({decode['gpu'].removeprefix('NVIDIA ')}, "
-        f"{case['shape']['batch']} sequences of {describe_context(case)} tokens). CPU attention: one decode step "
-        f"against PyTorch on {cpu['threads']} threads of {_article(cpu['cpu'])} ({cpu['shape']['length']:,} tokens)."
+        f"Cache size: against 16 bits per value. Quality: {render_real.MODEL} on WikiText-2, behind prompts of "
+        f"{real['n0']:,} tokens. GPU attention: one decode step against the fastest bf16 kernel of PyTorch and "
+        f"FlashInfer ({decode['gpu'].removeprefix('NVIDIA ')}, {case['shape']['batch']} sequences of "
+        f"{describe_context(case)} tokens). CPU attention: one decode step against PyTorch on {cpu['threads']} threads "
+        f"of {_article(cpu['cpu'])} ({cpu['shape']['length']:,} tokens)."
     )
 
 
@@ -281,17 +291,6 @@ def caption(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]
         f"query and {shape['num_kv_heads']} key-value heads of {shape['head_dim']} channels, {shape['length']:,} "
         f"tokens, {cpu['threads']} threads, relative to the faster of PyTorch's fp32 and bf16 attention over the "
         f"unquantised cache ({cpu['cpu']}, {cpu['date'][:10]}, `evals/results/cpu_decode.json`)."
-    )
-
-
-def windows_sentence(windows: dict[str, Any]) -> str:
-    """How much dense windows help on the reference model."""
-    dense, short, long = (scientific(windows["presets"][name]["kld"]) for name in ("int4", "int4:0+32", "int4:0+128"))
-    return (
-        f"On the reference model, `residual_length=32` lowers the KL divergence of `int4` from {dense} to {short} nats "
-        f"per token, and 128 lowers it to {long} ({windows['scored_tokens']:,} tokens in windows of "
-        f"{windows['window']}, fed {windows['chunk']} at a time; `evals/results/fidelity_windows.json`). Expect less "
-        "from models that look further back."
     )
 
 
@@ -426,7 +425,7 @@ def head_dim_sentence(gpu: dict[str, Any]) -> str:
 def main() -> None:
     """Write the pictures and the pages."""
     results = load_all()
-    pictures.draw_presets(pictures.plotted_presets(results["fidelity"], results["decode"]), PICTURE)
+    pictures.draw_presets(pictures.plotted_presets(results), PICTURE)
     pictures.draw_decode(pictures.plotted_decode(results["decode"]), GPU_PICTURE)
     pictures.draw_generate(pictures.plotted_generate(results["generate"]), GENERATE_PICTURE)
     draw_recipes(RECIPES_PICTURE, plotted_recipes(results))

@@ -276,7 +276,7 @@ def test_forks_go_on_from_the_prompt(preset: Any) -> None:
     prompt = text(PAGE + 40)
     with patched(long_llama(), preset) as model:
         outputs = model.generate_batch(
-            [prompt, [5, 6, 7]],
+            [prompt, [9, 6, 7]],
             generation(8, num_return_sequences=3, do_sample=True, top_k=1),
             settings(max_batch_tokens=512),
             persistent_manager=True,
@@ -284,7 +284,7 @@ def test_forks_go_on_from_the_prompt(preset: Any) -> None:
         check_nothing_leaks(model)
         answered = [output.generated_tokens for output in outputs.values()]
         assert answered[:3] == [alone(model, prompt, 8, prefill_chunk_size=len(prompt) - 1)] * 3
-        assert answered[3:] == [alone(model, [5, 6, 7], 8, prefill_chunk_size=2)] * 3
+        assert answered[3:] == [alone(model, [9, 6, 7], 8, prefill_chunk_size=2)] * 3
 
 
 def test_padding_does_not_show() -> None:

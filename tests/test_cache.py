@@ -150,10 +150,12 @@ def test_the_first_chunk_comes_back_and_handles_follow(preset: str, kind: str) -
 def test_overrides_by_layer() -> None:
     cache = KVQuantCache(CONFIG, {"preset": "int4", "layers": {"1": {"preset": "none", "value": "fp8"}}})
     assert [layer.storage.formats.describe() for layer in cache.layers] == [
-        "int4-head-asymmetric-clip0.9375",
+        "key int4-head-asymmetric-clip0.9375, value int4-head-asymmetric",
         "key none, value fp8-head-symmetric",
     ]
-    assert repr(cache.layers[0]) == "KVQuantLayer(int4-head-asymmetric-clip0.9375, rotate)"
+    assert repr(cache.layers[0]) == (
+        "KVQuantLayer(key int4-head-asymmetric-clip0.9375, value int4-head-asymmetric, rotate)"
+    )
     assert cache.quant_config == KVQuantConfig.resolve(cache.quant_config.to_dict())
 
 

@@ -109,7 +109,8 @@ def test_injection_and_calibration_are_told(
     # The same function but for the bias, which softmax nearly ignores; and what calibration is for.
     assert calibrated["reference_perplexity"] == pytest.approx(injected["reference_perplexity"], rel=1e-3)
     rows = calibrated["presets"]
-    assert rows["int4"]["kld"] < 0.5 * injected["presets"]["int4"]["kld"]
+    without, added, left = (each["presets"]["int4"]["kld"] for each in (plain, injected, calibrated))
+    assert left - without < 0.25 * (added - without), "calibration undoes most of what was injected"
     assert rows["int4"]["kld"] < rows["int4-untransformed"]["kld"]
     assert rows["int4-untransformed"]["config"]["transforms"] == []
 

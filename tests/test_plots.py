@@ -122,9 +122,9 @@ def misplaced(figure: Any) -> list[str]:
 
 def readme_pictures(renderer: ModuleType) -> dict[str, Callable[[Path], None]]:
     results, drawing = renderer.load_all(), renderer.pictures
-    fidelity, gpu, generate = (results[name] for name in ("fidelity", "decode", "generate"))
+    gpu, generate = results["decode"], results["generate"]
     return {
-        "presets": lambda path: drawing.draw_presets(drawing.plotted_presets(fidelity, gpu), path),
+        "presets": lambda path: drawing.draw_presets(drawing.plotted_presets(results), path),
         "decode": lambda path: drawing.draw_decode(drawing.plotted_decode(gpu), path),
         "generate": lambda path: drawing.draw_generate(drawing.plotted_generate(generate), path),
     }

@@ -46,7 +46,7 @@ def test_parts_are_those_of_the_results(renderer: ModuleType) -> None:
 
 def test_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
     results = renderer.load_all()
-    assert described(renderer.PICTURE) == renderer.pictures.plotted_presets(results["fidelity"], results["decode"])
+    assert described(renderer.PICTURE) == renderer.pictures.plotted_presets(results)
     assert described(renderer.GPU_PICTURE) == renderer.pictures.plotted_decode(results["decode"])
     assert described(renderer.RECIPES_PICTURE) == renderer.plotted_recipes(results)
     assert described(renderer.GENERATE_PICTURE) == renderer.pictures.plotted_generate(results["generate"])
@@ -67,9 +67,10 @@ def test_rendering_fills_what_is_between_markers(renderer: ModuleType) -> None:
 def test_a_result_that_changes_changes_the_pages(renderer: ModuleType) -> None:
     results = renderer.load_all()
     before = renderer.parts(results)
-    results["fidelity"]["presets"]["int4"]["perplexity_change"] = 1.0
+    for name in ("fidelity", "real_generate"):
+        results[name]["presets"]["int4"]["perplexity_change"] = 1.0
     after = renderer.parts(results)
-    assert {name for name in before if before[name] != after[name]} == {"summary", "quality"}
+    assert {name for name in before if before[name] != after[name]} == {"summary", "quality", "real"}
     assert "+100.00%" in after["summary"]
 
 
@@ -112,7 +113,7 @@ def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> 
 def test_readme_table(renderer: ModuleType) -> None:
     """Some presets, each with the numbers of three files."""
     results = renderer.load_all()
-    lines = renderer.summary_table(results["fidelity"], results["cpu_decode"], results["decode"]).splitlines()
+    lines = renderer.summary_table(results, results["cpu_decode"], results["decode"]).splitlines()
     rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])}
     assert set(rows) <= {f"`{name}`" for name in PRESETS} and len(rows) == len(renderer.SUMMARY_PRESETS)
     row = next(row for row in results["cpu_decode"]["rows"] if row["preset"] == "int4")
@@ -444,8 +445,9 @@ def test_results_are_those_of_the_model_that_ships(renderer: ModuleType) -> None
 def test_every_preset_is_in_every_table(renderer: ModuleType) -> None:
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|", page, flags=re.MULTILINE)
-    measured = renderer.load("fidelity")["presets"]
-    assert sorted(rows) == sorted([*PRESETS, *PRESETS, *measured])  # when to take it, what it stores, what was measured
+    measured, real = (renderer.load(name)["presets"] for name in ("fidelity", "real_generate"))
+    # When to take it, what it stores, and what was measured on both models; the unquantised one is not in all.
+    assert sorted(rows) == sorted([*PRESETS, *PRESETS, *measured, *real.keys() - {"none"}])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "evals" / "results").glob("*.json")), ids=lambda path: path.name)

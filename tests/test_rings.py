@@ -597,7 +597,8 @@ def test_what_a_ring_is() -> None:
     cache = KVQuantCache(models.family("gemma2").config, {"preset": "int4", "sink_length": 4, "residual_length": 8})
     ring, full = cache.layers
     assert repr(ring) == (
-        "KVQuantRingLayer(int4-head-asymmetric-clip0.9375, first 0 and last 8 tokens dense, rotate, window 6)"
+        "KVQuantRingLayer(key int4-head-asymmetric-clip0.9375, value int4-head-asymmetric, "
+        "first 0 and last 8 tokens dense, rotate, window 6)"
     )
     assert cache.is_sliding == [True, False] and cache.is_croppable and not cache.is_compileable
     assert (ring.get_max_length(), full.get_max_length()) == (6, -1)

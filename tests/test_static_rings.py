@@ -328,7 +328,10 @@ def test_what_a_static_ring_is() -> None:
     config = {"preset": "int4", "sink_length": 4, "residual_length": 8}
     cache = KVQuantCache(models.family("gemma2").config, config, max_cache_len=600)
     ring, full = cache.layers
-    described = "int4-head-asymmetric-clip0.9375, first 0 and last 8 tokens dense, rotate, window 6"
+    described = (
+        "key int4-head-asymmetric-clip0.9375, value int4-head-asymmetric, first 0 and last 8 tokens dense, rotate, "
+        "window 6"
+    )
     assert repr(ring) == f"KVQuantLayer({described})"
     assert cache.is_sliding == [True, False] and cache.is_compileable
     assert (ring.get_max_length(), full.get_max_length()) == (600, 600)

@@ -1,0 +1,101 @@
+"""The tables of a real pretrained model: presets on `docs/presets.md`, recipes on `docs/recipes.md`.
+
+From `real_*.json` and `recipes_real.json`, which `real_models.sh` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import render_recipes
+
+from hf_kvquant.common.tables import markdown_table, scientific
+
+UNQUANTIZED = "none"
+MODEL = "SmolLM2-135M-Instruct"
+# Presets with dense tokens, in the order of the sentence.
+WITH_WINDOWS = ("int4", "int4:4+32", "int4:4+128", "int4-channel:4+128")
+
+Files = Mapping[str, Mapping[str, Any]]
+
+
+def kld_in(results: Mapping[str, Any], preset: str) -> str:
+    """The divergence of a preset in a results file, a dash if it is not there."""
+    row = results["presets"].get(preset)
+    return "-" if row is None else scientific(row["kld"])
+
+
+def preset_table(files: Files) -> str:
+    """Every preset: its bits, and its distance from the unquantised cache in each way of reading."""
+    headings = ["preset", "bits per value", "same next token", "perplexity", "KL, nats per token", "99 %"]
+    headings += ["KL, calibrated", "KL in chunks", "calibrated"]
+    rows = []
+    for preset, row in files["real_generate"]["presets"].items():
+        if preset == UNQUANTIZED:
+            continue
+        cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['agreement']:.1%}"]
+        cells += [f"{row['perplexity']:.2f} ({row['perplexity_change']:+.2%})", scientific(row["kld"])]
+        cells += [f"{row['kld_p99']:.2g}"]
+        names = ("real_generate_calibrated", "real_chunks", "real_chunks_calibrated")
+        rows.append([*cells, *(kld_in(files[name], preset) for name in names)])
+    return markdown_table(headings, rows)
+
+
+def reads(results: Mapping[str, Any]) -> str:
+    """How `generate` reads, in words."""
+    after = results["window"] - 1 - results["n0"]
+    return f"{after:,} tokens one by one, behind prompts of {results['n0']:,} tokens"
+
+
+def caption(files: Files) -> str:
+    """What was measured, on what and when."""
+    results, chunks = files["real_generate"], files["real_chunks"]
+    return (
+        f"[{MODEL}](../evals/real_model/README.md) in {results['dtype']} on WikiText-2, compared with the unquantised "
+        f"cache: {reads(results)} ({results['scored_tokens']:,} tokens, perplexity "
+        f"{results['reference_perplexity']:.2f}). Its head_dim is 64, so bits are a little higher than with 128. "
+        f"Calibrated: smoothed on other text. In chunks: {chunks['chunk']} tokens at a time from the first one on, "
+        f"windows of {chunks['window']:,}. {results.get('gpu', results['cpu'])}, {results['date'][:10]}, "
+        "`evals/results/real_generate.json` and files beside it."
+    )
+
+
+def windows_sentence(files: Files) -> str:
+    """How much dense tokens help."""
+    windows = {**files["real_windows"]["presets"], "int4": files["real_generate"]["presets"]["int4"]}
+    none, short, long, channel = (scientific(windows[name]["kld"]) for name in WITH_WINDOWS)
+    same = [f"{windows[name]['agreement']:.1%}" for name in (WITH_WINDOWS[0], WITH_WINDOWS[2])]
+    return (
+        f"On {MODEL}, the first 4 and the newest 32 tokens lower the KL divergence of `int4` from {none} to {short} "
+        f"nats per token, and the newest 128 to {long} (`int4-channel`: {channel}). The most likely next token stays "
+        f"the same in {same[1]} instead of {same[0]} ({reads(files['real_windows'])}; `evals/results/real_windows.json`)."
+    )
+
+
+def recipe_table(recipes: Mapping[str, Any]) -> str:
+    """Every recipe: its bits, and its distance from the unquantised cache, as `generate` reads and from the start."""
+    rows = render_recipes.rows_of(recipes, "generate")
+    columns: dict[str, render_recipes.Column] = {
+        "bits at 32k": render_recipes.bits(),
+        "KL, nats per token": render_recipes.kld,
+        "99 %": render_recipes.form("kld_p99", ".2g"),
+        "same next token": render_recipes.form("agreement", ".1%"),
+        "perplexity": render_recipes.form("perplexity_change", "+.2%"),
+        "KL, token by token": render_recipes.kld_in(render_recipes.rows_of(recipes, "steps")),
+    }
+    return render_recipes.table(rows, columns)
+
+
+def recipe_caption(recipes: Mapping[str, Any]) -> str:
+    """What was measured, on what and when."""
+    run, steps = recipes["runs"]["generate"], recipes["runs"]["steps"]
+    first, other = (render_recipes.first_of(each["recipes"]) for each in (run, steps))
+    return (
+        f"[{MODEL}](../evals/real_model/README.md) in {run['dtype']} on WikiText-2: "
+        f"{run['window'] - 1 - run['first_chunk']:,} tokens one by one, behind prompts of {run['first_chunk']:,} "
+        f"({first['scored_tokens']:,} tokens, perplexity {first['reference_perplexity']:.2f}); last column: windows of "
+        f"{steps['window']:,} from the first token on ({other['scored_tokens']:,} tokens). Nothing was calibrated; "
+        f"recipes that learn from text got other text. {run.get('gpu', run['cpu'])}, {run['date'][:10]}, "
+        "`evals/results/recipes_real.json`."
+    )
