@@ -29,7 +29,7 @@ def kld_in(results: Mapping[str, Any], preset: str) -> str:
 def preset_table(files: Files) -> str:
     """Every preset: its bits, and its distance from the unquantised cache in each way of reading."""
     headings = ["preset", "bits per value", "same next token", "perplexity", "KL, nats per token", "99 %"]
-    headings += ["KL, calibrated", "KL in chunks", "calibrated"]
+    headings += ["KL, calibrated", "in chunks, calibrated"]
     rows = []
     for preset, row in files["real_generate"]["presets"].items():
         if preset == UNQUANTIZED:
@@ -37,7 +37,7 @@ def preset_table(files: Files) -> str:
         cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['agreement']:.1%}"]
         cells += [f"{row['perplexity']:.2f} ({row['perplexity_change']:+.2%})", scientific(row["kld"])]
         cells += [f"{row['kld_p99']:.2g}"]
-        names = ("real_generate_calibrated", "real_chunks", "real_chunks_calibrated")
+        names = ("real_generate_calibrated", "real_chunks_calibrated")
         rows.append([*cells, *(kld_in(files[name], preset) for name in names)])
     return markdown_table(headings, rows)
 
@@ -50,7 +50,7 @@ def reads(results: Mapping[str, Any]) -> str:
 
 def caption(files: Files) -> str:
     """What was measured, on what and when."""
-    results, chunks = files["real_generate"], files["real_chunks"]
+    results, chunks = files["real_generate"], files["real_chunks_calibrated"]
     return (
         f"[{MODEL}](../evals/real_model/README.md) in {results['dtype']} on WikiText-2, compared with the unquantised "
         f"cache: {reads(results)} ({results['scored_tokens']:,} tokens, perplexity "
@@ -69,7 +69,8 @@ def windows_sentence(files: Files) -> str:
     return (
         f"On {MODEL}, the first 4 and the newest 32 tokens lower the KL divergence of `int4` from {none} to {short} "
         f"nats per token, and the newest 128 to {long} (`int4-channel`: {channel}). The most likely next token stays "
-        f"the same in {same[1]} instead of {same[0]} ({reads(files['real_windows'])}; `evals/results/real_windows.json`)."
+        f"the same in {same[1]} instead of {same[0]} of all places ({reads(files['real_windows'])}; "
+        "`evals/results/real_windows.json`)."
     )
 
 

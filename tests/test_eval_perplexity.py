@@ -113,6 +113,23 @@ def test_calibration_is_told(folder: str, capsys: pytest.CaptureFixture[str], tm
     assert code == 2 and "`--output` cannot be used" in error
 
 
+def test_a_prompt_is_fed_at_once_and_not_scored(
+    folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("--prompt", "12", "--mode", "all", "--chunk", "1", "--preset", "int4:2+3")
+    code, found, error = run(capsys, folder, tmp_path, *words)
+    assert code == 0, error
+    assert found["settings"]["first_chunk"] == 12 and found["settings"]["begins"][0] == 0
+    scored = WINDOW - 1 - 12
+    for mode, rows in found["parts"]["summary"]["modes"].items():
+        windows = len(found["settings"]["begins"])
+        assert rows["int8"]["pairs_read"] == windows * 2 * causal_pairs(WINDOW - 1, 12), mode
+        assert rows["int8"]["scored_tokens"] == windows * scored and rows["int8"]["by_position"]["begin"][0] >= 12
+        assert {part["int8"]["tokens"] for name, part in found["parts"].items() if name.startswith(mode)} == {scored}
+        other = found["parts"]["summary"]["modes"]["decode"]
+        assert all(rows[name]["kld"] == pytest.approx(other[name]["kld"], rel=1e-2, abs=1e-7) for name in rows), mode
+
+
 def test_overlapping_windows_score_what_is_new(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, found, _ = run(capsys, folder, tmp_path, "--stride", "10", "--mode", "simulated")
     parts = found["parts"]
@@ -196,6 +213,15 @@ def test_what_fails_the_run(
         (["--window", "65"], "`--window` must be at least 3 and at most the model's 64 positions, got 65."),
         (["--stride", "23"], "`--stride` must be the window or less than it by 2, got 23 with 24 tokens."),
         (["--chunk", "0"], "`--chunk` must be at least 1, got 0."),
+        (["--prompt", "0"], "`--prompt` must be at least 1, got 0."),
+        (
+            ["--prompt", "23"],
+            "`--window` must be at least 25 and at most the model's 64 positions with --prompt 23, got 24.",
+        ),
+        (
+            ["--prompt", "9", "--stride", "9"],
+            "`--stride` must be left out with --prompt, got 9. Windows of a prompt do not overlap.",
+        ),
         (["--inject-outliers", "0"], "nothing can be injected into "),
         (["--tokens", "100000"], "`--tokens` must be at most "),
         (["--dataset", "x"], "`--text` or `--dataset` must be given, got both. Add --text FILE."),

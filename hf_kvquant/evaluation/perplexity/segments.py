@@ -114,8 +114,6 @@ def cut(
     context = context_of(model)
     length = window or positions_of(model, WINDOW)
     stride = stride or length
-    if prompt < FIRST_CHUNK:
-        raise UsageError(f"`--prompt` must be at least {FIRST_CHUNK}, got {prompt}.")
     if prompt > FIRST_CHUNK and stride != length:
         raise UsageError(
             f"`--stride` must be left out with --prompt, got {stride}. Windows of a prompt do not overlap."
