@@ -21,8 +21,8 @@ work=${WORK:-build/real-models}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 mkdir -p "$work" "$results"
 
-one_by_one="--mode simulated --chunk 1"
-[ "$device" = cpu ] || one_by_one="--mode decode"
+one_by_one="--mode simulated --chunk 1" at_once=${JOBS:-1}
+[ "$device" = cpu ] || one_by_one="--mode decode" at_once=${JOBS:-4}
 generate="--window 2048 --prompt 1536 --tokens ${TOKENS:-4088}"
 generate_8k="--window 8192 --prompt 7680 --tokens ${TOKENS_8K:-2044}"
 chunks="--window 2048 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS:-16368}"
@@ -47,10 +47,10 @@ recipes() {
 # start FUNCTION NAME OPTIONS...: as soon as fewer than JOBS run.
 jobs=() failed=0
 start() {
-    while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-$([ "$device" = cpu ] && echo 1 || echo 4)}" ]; do wait -n || true; done
-    echo "$SECONDS s: $2"
-    "$@" >"$work/$2.log" 2>&1 &
-    jobs+=("$! $2")
+    while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do sleep 1; done
+    echo "$SECONDS s: $1 $2"
+    "$@" >"$work/$1-$2.log" 2>&1 &
+    jobs+=("$! $1-$2")
 }
 
 start fidelity generate_8k $generate_8k $one_by_one
