@@ -17,6 +17,8 @@ from hf_kvquant.evaluation.report.plots import INK, MUTED, PALETTE, label, pictu
 UNQUANTISED = "bf16"
 COLOURS = {UNQUANTISED: MUTED, "int8": PALETTE[0], "int4": PALETTE[2]}
 SPEED_CASE = "64x8k"
+# The presets that the README shows, in this order.
+SUMMARY_PRESETS = ["int8", "fp8", "k8v4", "int4-channel", "int4"]
 SYSTEMS = {
     "static": ("transformers static cache", COLOURS[UNQUANTISED]),
     "int8-static": ("int8 compiled", COLOURS["int8"]),
@@ -41,15 +43,16 @@ def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
 
 
 def plotted_presets(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """`quality`: by preset, relative size of the cache and change of perplexity. `speed`: by preset, how many times as
-    fast as bf16. `gpu`: its name."""
+    """`quality`: by preset of the README's table, relative size of the cache and share of next tokens that are others.
+    `speed`: by preset, how many times as fast as bf16. `gpu`: its name."""
     sizes, quality, gpu = results["fidelity"]["presets"], results["real_generate"]["presets"], results["decode"]
     whole = sizes["none"]["bytes_per_token"]
     (case,) = (case for case in gpu["cases"] if case["case"] == SPEED_CASE)
     return {
         "quality": {
-            UNQUANTISED if name == "none" else name: [sizes[name]["bytes_per_token"] / whole, row["perplexity_change"]]
+            UNQUANTISED if name == "none" else name: [sizes[name]["bytes_per_token"] / whole, 1 - row["agreement"]]
             for name, row in quality.items()
+            if name in SUMMARY_PRESETS or name == "none"
         },
         "speed": {UNQUANTISED: 1.0, **{row["preset"]: row["speedup"] for row in case["rows"]}},
         "gpu": short(gpu["gpu"]),
@@ -60,12 +63,12 @@ def draw_presets(numbers: dict[str, Any], path: Path) -> None:
     """Draw quality against memory, and the speed of each preset."""
     size, speedup = numbers["quality"]["int4"][0], numbers["speed"]["int4"]
     title = f"int4 shrinks the cache to {size:.0%} and attends {speedup:.1f} times as fast"
-    colours = {name: COLOURS.get(name, COLOURS["int8"]) for name in numbers["quality"]}
+    colours = {name: COLOURS.get(name, COLOURS["int8"]) for name in (*numbers["quality"], *numbers["speed"])}
     with picture(path, numbers, title, columns=2, height=2.7) as ((quality, speed),):
         for name, (size, change) in numbers["quality"].items():
             quality.plot(100 * size, 100 * change, "o", color=colours[name], zorder=3 if name == "int4" else 2)
             label(quality, name, (100 * size, 100 * change), colours[name])
-        quality.set(title="perplexity, increase in %", xlabel="size of the cache, % of bf16", xlim=(0, 105))
+        quality.set(title="next tokens that change, %", xlabel="size of the cache, % of bf16", xlim=(0, 105))
         quality.margins(y=0.15)
         quality.locator_params(nbins=4)
         quality.grid(axis="y")

@@ -83,8 +83,7 @@ BATCHING_IMAGE = (
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
 PEER_CASES = ["64x8k", "512x8k-1head", "1x128k", "1x8k"]
-# The summary, on the README and on docs/index.md: the rows of its table, and the case of each results file it shows.
-SUMMARY_PRESETS = ["int8", "fp8", "k8v4", "int4-channel", "int4"]
+# The summary, on the README and on docs/index.md: the case of each results file it shows.
 SUMMARY_GPU_CASE, SUMMARY_GENERATE_CASE = "64x8k", "8x16k"
 
 
@@ -212,7 +211,7 @@ def summary_table(results: Mapping[str, dict[str, Any]], cpu: dict[str, Any], de
     on_gpu = {row["preset"]: row["speedup"] for row in case["rows"]}
     on_cpu, unquantised = speedups(cpu), sizes["none"]["bytes_per_token"]
     rows = []
-    for preset in SUMMARY_PRESETS:
+    for preset in pictures.SUMMARY_PRESETS:
         row, size = quality[preset], sizes[preset]["bytes_per_token"]
         cells = [f"`{preset}`", f"{size / unquantised:.0%}", f"{row['perplexity_change']:+.2%}"]
         rows.append([*cells, f"{row['agreement']:.1%}", f"{on_gpu[preset]:.1f}x", f"{on_cpu[preset]:.1f}x"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -132,6 +133,8 @@ def check_command(words: list[str]) -> None:
             source += RUN_OPTIONS
         for option in (word for word in arguments[1:] if word.startswith("--")):
             assert f'"{option}"' in source, words
+    elif program.endswith(".sh"):
+        assert os.access(ROOT / program, os.X_OK), words
     else:
         assert words[:2] == ["pip", "install"], f"nothing checks this command: {words}"
 

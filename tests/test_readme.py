@@ -115,7 +115,7 @@ def test_readme_table(renderer: ModuleType) -> None:
     results = renderer.load_all()
     lines = renderer.summary_table(results, results["cpu_decode"], results["decode"]).splitlines()
     rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])}
-    assert set(rows) <= {f"`{name}`" for name in PRESETS} and len(rows) == len(renderer.SUMMARY_PRESETS)
+    assert set(rows) <= {f"`{name}`" for name in PRESETS} and len(rows) == len(renderer.pictures.SUMMARY_PRESETS)
     row = next(row for row in results["cpu_decode"]["rows"] if row["preset"] == "int4")
     assert rows["`int4`"][-1] == f"{row['speedup']:.1f}x"
 
