@@ -52,7 +52,7 @@ def caption(files: Files) -> str:
     """What was measured, on what and when."""
     results, chunks = files["real_generate"], files["real_chunks_calibrated"]
     return (
-        f"[{MODEL}](../evals/real_model/README.md) in {results['dtype']} on WikiText-2, compared with the unquantised "
+        f"{MODEL} (`evals/real_model/`) in {results['dtype']} on WikiText-2, compared with the unquantised "
         f"cache: {reads(results)} ({results['scored_tokens']:,} tokens, perplexity "
         f"{results['reference_perplexity']:.2f}). Its head_dim is 64, so bits are a little higher than with 128. "
         f"Calibrated: smoothed on other text. In chunks: {chunks['chunk']} tokens at a time from the first one on, "
@@ -93,7 +93,7 @@ def recipe_caption(recipes: Mapping[str, Any]) -> str:
     run, steps = recipes["runs"]["generate"], recipes["runs"]["steps"]
     first, other = (render_recipes.first_of(each["recipes"]) for each in (run, steps))
     return (
-        f"[{MODEL}](../evals/real_model/README.md) in {run['dtype']} on WikiText-2: "
+        f"{MODEL} (`evals/real_model/`) in {run['dtype']} on WikiText-2: "
         f"{run['window'] - 1 - run['first_chunk']:,} tokens one by one, behind prompts of {run['first_chunk']:,} "
         f"({first['scored_tokens']:,} tokens, perplexity {first['reference_perplexity']:.2f}); last column: windows of "
         f"{steps['window']:,} from the first token on ({other['scored_tokens']:,} tokens). Nothing was calibrated; "
