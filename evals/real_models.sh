@@ -6,13 +6,11 @@
 # TEXTS holds wikitext2.test.raw, which is measured, and wikitext2.valid.tokens, on which is calibrated. On a GPU, caches
 # are real, token by token; on a CPU, one forward computes the same, which a check of each run confirms. The ways to read:
 #
-#   generate     a prompt in one chunk, then 511 tokens one by one: what `generate` does
-#   generate_8k  the same behind a prompt of 7,680 tokens
-#   chunks       chunks of 256 tokens from the first token on, as a server reads long prompts; chunks_8k to 8,192 tokens
-#   steps        token by token from the first one on
+#   generate  a prompt in one chunk, then 511 tokens one by one: what `generate` does; `windows`: with dense tokens
+#   chunks    chunks of 256 tokens from the first token on, as a server reads long prompts
+#   steps     token by token from the first one on
 #
-# `windows` is generate with the first and the newest tokens dense.
-# `calibrated` are generate and chunks with smoothing. JOBS processes run at once (GPU: 4, CPU: 1).
+# JOBS processes run at once (GPU: 4, CPU: 1).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 model=$1 texts=$2 results=$3 device=${4:-cpu}
@@ -24,15 +22,9 @@ mkdir -p "$work" "$results"
 one_by_one="--mode simulated --chunk 1" at_once=${JOBS:-1}
 [ "$device" = cpu ] || one_by_one="--mode decode" at_once=${JOBS:-4}
 generate="--window 2048 --prompt 1536 --tokens ${TOKENS:-4088}"
-generate_8k="--window 8192 --prompt 7680 --tokens ${TOKENS_8K:-2044}"
 chunks="--window 2048 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS:-16368}"
-chunks_8k="--window 8192 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS_8K:-24570}"
 calibrated="--calibrate $texts/wikitext2.valid.tokens"
 calibrated+=" --preset int8 --preset k8v4 --preset int4 --preset int4-g32 --preset k4v2 --preset int2"
-
-# Of recipes that learn from text, the sample would take 50 GB in windows of 8,192 tokens.
-recipes_8k=int8,k8v4,int4,int4-g32,int4-channel,k4v2,fp8,naive-4,quarot-4,kivi-4,kvarn-k4v4,kvarn-k4v2
-recipes_8k+=,quanto-4,q8_0,q4_0,vllm-int4
 
 # fidelity NAME OPTIONS...: a results file, real_NAME.json.
 fidelity() {
@@ -53,21 +45,16 @@ start() {
     jobs+=("$! $1-$2")
 }
 
-start fidelity generate_8k $generate_8k $one_by_one
 start fidelity generate $generate $one_by_one
-start fidelity chunks $chunks
-start fidelity chunks_8k $chunks_8k
-start fidelity steps --window 2048 --mode simulated --chunk 1 --tokens "${TOKENS:-4088}"
 start fidelity windows $generate --mode simulated --chunk 1 --preset int4:4+32 --preset int4:4+128 \
     --preset int4-g32:4+128 --preset int4-channel:4+128 --preset k8v4:4+32
 start fidelity generate_calibrated $generate $one_by_one $calibrated
 start fidelity chunks_calibrated $chunks $calibrated
 start recipes generate $generate
-start recipes generate_8k $generate_8k --recipes "$recipes_8k"
 start recipes steps --window 2048 --tokens "${TOKENS:-4088}"
 for job in "${jobs[@]}"; do
     wait "${job%% *}" || { failed=1; echo "failed: ${job#* }"; tail -n 5 "$work/${job#* }.log"; }
 done
 [ "$failed" = 0 ]
-"$python" evals/recipes.py --output "$results/recipes_real.json" "$work"/{generate,generate_8k,steps}.json
+"$python" evals/recipes.py --output "$results/recipes_real.json" "$work"/{generate,steps}.json
 echo "$SECONDS s in all"

@@ -11,8 +11,8 @@ from typing import Any
 import render_recipes
 
 from hf_kvquant.common.tables import markdown_table, scientific
+from hf_kvquant.evaluation.choices import UNQUANTIZED
 
-UNQUANTIZED = "none"
 MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense tokens, in the order of the sentence.
 WITH_WINDOWS = ("int4", "int4:4+32", "int4:4+128", "int4-channel:4+128")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from .common.errors import did_you_mean
-from .spec.codes import INTEGER_BITS
+from .spec.codes import INTEGER_BITS, STORAGE_IDS
 from .spec.formats import BLOCK_SIZE, KVFormat
 
 _NONE = KVFormat("none")
@@ -53,14 +53,15 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
     "fp8": (_FP8, _FP8),
 }
 # Dense tokens that belong to a preset, first and newest. Two bits need them: without, the divergence of `int2` on the
-# reference model is fifteen times that of `int4`, with them smaller (docs/recipes.md).
+# reference model is fifteen times that of `int4` (docs/recipes.md). With them, it is four times that on a real model
+# (docs/presets.md).
 _FOUR_AND_NEWEST = {"sink_length": 4, "residual_length": 128}
 PRESET_WINDOWS: dict[str, dict[str, int]] = {"k4v2": _FOUR_AND_NEWEST, "int2": _FOUR_AND_NEWEST}
 DEFAULT_PRESET = "int8"
 
 # The formats of keys and of values for which the user gives only a storage type: every one has such formats.
 _DEFAULT_FORMATS: dict[str, dict[str, KVFormat]] = {
-    side: {"none": _NONE, "int8": _INT8, "int4": narrow["int4"], "fp8": _FP8, **narrow}
+    side: {name: {"none": _NONE, "int8": _INT8, "fp8": _FP8, **narrow}[name] for name in STORAGE_IDS}
     for side, narrow in (("key", _KEYS), ("value", _VALUES))
 }
 _NBITS = {bits: name for name, bits in INTEGER_BITS.items()}

@@ -8,13 +8,15 @@ dense once more. All tokens get codes again then, which changes next to nothing,
 the number with the largest magnitude over -8, so that this number is exact. Keys and values are rotated by a Hadamard
 matrix before (ggml-org/llama.cpp#21038).
 
-`vllm-int4` is vLLM's `int4_per_token_head` (vllm-project/vllm#40835): keys and values rotated likewise, a float32 scale
-for each token and head, and an integer zero in the lowest four bits of its mantissa.
+`vllm-int4` is vLLM's `int4_per_token_head` as its pull requests describe it (vllm-project/vllm#40633, #40835): keys and
+values rotated likewise, a float32 scale for each token and head, and an integer zero in the lowest four bits of its
+mantissa.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -29,31 +31,23 @@ ZERO_BITS = 4  # of the mantissa of vLLM's scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grouped(Recipe):
-    """Groups of channels that are rounded by themselves, after a rotation or without."""
+class Rounded(Recipe):
+    """Groups of channels, or whole heads, that are rounded by themselves, after a rotation or without."""
 
-    group: int
+    group: int | None  # channels; `None`: those of a head
     rounded: Callable[[Tensor], Tensor]  # groups along the last dimension
     is_rotated: bool
 
     def quantizers(self, layer: Layer) -> tuple[Quantize, Quantize]:
         """The same for keys and values."""
-        if layer.head_dim % self.group:
-            raise self.refuse(layer, f"a head_dim that {self.group} divides", layer.head_dim)
+        size = self.group or layer.head_dim
+        if layer.head_dim % size:
+            raise self.refuse(layer, f"a head_dim that {size} divides", layer.head_dim)
 
         def quantize(x: Tensor) -> Tensor:
-            return in_groups(x, self.group, self.rounded)
+            return in_groups(x, size, self.rounded)
 
         return (lambda x, start: rotated(x, quantize) if self.is_rotated else quantize(x),) * 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Vllm(Recipe):
-    """Rotate, round to nearest with an integer zero."""
-
-    def quantizers(self, layer: Layer) -> tuple[Quantize, Quantize]:
-        """The same for keys and values."""
-        return (lambda x, start: rotated(x, vllm_int4),) * 2
 
 
 def q8_0(x: Tensor) -> Tensor:
@@ -79,38 +73,42 @@ def vllm_int4(x: Tensor) -> Tensor:
     return (codes - zero) * kept
 
 
-QUANTO = {
-    bits: Storage(code_bits=bits, group_bits=2 * DENSE_BITS, group=QUANTO_GROUP, recent=1, block=QUANTO_RESIDUAL)
-    for bits in (4, 2)
-}
-LLAMA_CPP = {bits: Storage(code_bits=bits, group_bits=DENSE_BITS, group=BLOCK) for bits in (8, 4)}
-VLLM = Storage(code_bits=4, token_bits=32)
+def recipe(
+    name: str, family: str, source: str, storage: Storage, rounded: Callable[[Tensor], Tensor], *, is_rotated: bool
+) -> Rounded:
+    """A recipe that treats keys and values alike."""
+    group = storage.group if storage.group_bits else None
+    return Rounded(
+        name=name,
+        family=family,
+        source=source,
+        key=storage,
+        value=storage,
+        group=group,
+        rounded=rounded,
+        is_rotated=is_rotated,
+    )
+
+
+def quanto(bits: int) -> Storage:
+    """Of transformers' cache."""
+    return Storage(code_bits=bits, group_bits=2 * DENSE_BITS, group=QUANTO_GROUP, recent=1, block=QUANTO_RESIDUAL)
+
+
+def llama_cpp(bits: int) -> Storage:
+    """Of llama.cpp's blocks."""
+    return Storage(code_bits=bits, group_bits=DENSE_BITS, group=BLOCK)
+
+
+TRANSFORMERS = "quanto", "transformers, QuantizedCache"
+LLAMA_CPP = "llama.cpp", "ggml-org/llama.cpp"
+VLLM = "vLLM", "vllm-project/vllm#40835"
 RECIPES: list[Recipe] = [
     *(
-        Grouped(
-            name=f"quanto-{bits}",
-            family="quanto",
-            source="transformers, QuantizedCache",
-            key=storage,
-            value=storage,
-            group=QUANTO_GROUP,
-            rounded=lambda x, bits=bits: min_max(x, bits),  # type: ignore[misc]
-            is_rotated=False,
-        )
-        for bits, storage in QUANTO.items()
+        recipe(f"quanto-{bits}", *TRANSFORMERS, quanto(bits), functools.partial(min_max, bits=bits), is_rotated=False)
+        for bits in (4, 2)
     ),
-    *(
-        Grouped(
-            name=f"q{bits}_0",
-            family="llama.cpp",
-            source="ggml-org/llama.cpp",
-            key=storage,
-            value=storage,
-            group=BLOCK,
-            rounded=q8_0 if bits == 8 else q4_0,
-            is_rotated=True,
-        )
-        for bits, storage in LLAMA_CPP.items()
-    ),
-    Vllm(name="vllm-int4", family="vLLM", source="vllm-project/vllm#40835", key=VLLM, value=VLLM),
+    recipe("q8_0", *LLAMA_CPP, llama_cpp(8), q8_0, is_rotated=True),
+    recipe("q4_0", *LLAMA_CPP, llama_cpp(4), q4_0, is_rotated=True),
+    recipe("vllm-int4", *VLLM, Storage(code_bits=4, token_bits=32), vllm_int4, is_rotated=True),
 ]
