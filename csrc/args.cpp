@@ -316,12 +316,7 @@ KeyTransform key_transform(const CacheArgs& args, int num_kv_heads, const Side& 
   const auto factors = [&](const char* name, const std::optional<Tensor>& tensor) {
     return array<const float>({args.where, name}, tensor, args.key_planes[0], {num_kv_heads, side.head_dim}, kMadeFor);
   };
-  const KeyTransform result = {factors("key_center", args.key_center), factors("key_smoothing", args.key_smoothing),
-                               args.rotates_key};
-  KVQ_CHECK(!side.has_channel_scales || is_identity(result), args.where, ": `key_center`, `key_smoothing` and ",
-            "`rotates_key` must be left out where every channel of the keys has a scale, got a transform. Outlier ",
-            "channels do no harm there.");
-  return result;
+  return {factors("key_center", args.key_center), factors("key_smoothing", args.key_smoothing), args.rotates_key};
 }
 
 // --- memory that is written

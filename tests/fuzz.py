@@ -133,7 +133,7 @@ def draw_case(dice: random.Random, is_ring: bool) -> tuple[Case, str]:
         slack=dice.choice((0, 0, 5, 64)),
         **(windows if is_windowed else {}),
     )
-    kind = "" if is_channel or not key_format.is_quantized else dice.choice(("", "", "center", "smooth", "rotate"))
+    kind = "" if not key_format.is_quantized else dice.choice(("", "", "center", "smooth", "rotate"))
     return case, kind
 
 

@@ -426,7 +426,7 @@ class ReferenceLayer(DynamicLayer):
         super().__init__()
         self.formats = (formats.key, formats.value)
         self.windows = {"sink_length": formats.sink_length, "residual_length": formats.residual_length}
-        self.transform = transform
+        self.transform = transform or KeyTransform()
         self.slack = 0  # tokens behind the dense windows that are remembered as they were given
         self.is_lost = [torch.zeros(0, dtype=torch.bool) for _ in range(2)]  # by side and position: they no longer are
         self.frozen: list[Planes | None] = [None, None]  # per-tensor scales of the first chunk
@@ -511,15 +511,13 @@ class ReferenceLayer(DynamicLayer):
         kv_format = self.formats[side]
         if not kv_format.is_quantized or kv_format.block_size is not None:
             return x
-        dtype, transform = x.dtype, None if side else self.transform
-        if transform is not None:
-            x = reference.transform_key(x, transform)
+        dtype, transform = x.dtype, KeyTransform() if side else self.transform
+        x = reference.transform_key(x, transform)
         frozen = self.frozen[side]
         planes = reference.quantize(x, kv_format, *((frozen.scale, frozen.zero) if frozen else ()))
         if kv_format.granularity == "tensor":
             self.frozen[side] = planes
-        x = reference.dequantize(planes, kv_format)
-        return (x if transform is None else reference.undo_key_transform(x, transform)).to(dtype)
+        return reference.dequantize(planes, kv_format, dtype, key_transform=transform)
 
     def _close_blocks(self, begin: int, end: int) -> None:
         """Keys with a scale for every channel: dense until a block is full."""
@@ -527,8 +525,9 @@ class ReferenceLayer(DynamicLayer):
             first = self._starts().unsqueeze(1) + self.windows["sink_length"]
             is_left_out = torch.arange(begin, end, device=self.keys.device) < first
             coded, given = self.keys.chunk(2, dim=-1)
-            planes = reference.quantize(given[:, :, begin:end], self.formats[0], is_padding=is_left_out)
-            coded[:, :, begin:end] = reference.dequantize(planes, self.formats[0])
+            keys = reference.transform_key(given[:, :, begin:end], self.transform)
+            planes = reference.quantize(keys, self.formats[0], is_padding=is_left_out)
+            coded[:, :, begin:end] = reference.dequantize(planes, self.formats[0], key_transform=self.transform)
 
 
 class ReferenceHybridLayer(ReferenceLayer, LinearAttentionAndFullAttentionLayer):

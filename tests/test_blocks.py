@@ -1,12 +1,14 @@
 """Keys with a scale for every channel of a block of tokens (`int4-channel`), from the reference to `generate`.
 
-What this format has that others have not: tokens that stay dense until their block is full, scales that padding must
-not enter, and a crop that opens a block again. The reference is compared with loops in float64 here, kernels with the
-reference. Random histories are in `test_storage.py`, `generate` with and without windows in `test_windows.py`.
+What this format has that others have not: tokens that stay dense until their block is full, and are transformed only
+then; scales that padding must not enter; and a crop that opens a block again. The reference is compared with loops in
+float64 here, kernels with the reference. Random histories are in `test_storage.py`, `generate` with and without windows
+in `test_windows.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -14,7 +16,7 @@ import compare
 import models
 import pytest
 import torch
-from cases import REFUSED, Case, clone, name_of, queries, tokens
+from cases import KINDS, REFUSED, Case, clone, make_transform, name_of, queries, tokens
 from checks import run_decode
 from compare import assert_same, assert_same_planes
 from models import greedy, left_padded
@@ -33,6 +35,7 @@ KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_r
 VALUE = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
 FORMATS = (KEY, VALUE)
 BORDERS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
+ALL = KINDS[-1]
 
 
 def spoiled(case: Case, device: str = "cpu") -> tuple[Planes, Planes]:
@@ -50,7 +53,11 @@ def spoiled(case: Case, device: str = "cpu") -> tuple[Planes, Planes]:
     return clone(made[0], device), clone(made[1], device)
 
 
-def held(case: Case, key: Tensor | None = None) -> tuple[Planes, Planes]:
+def transform_of(kind: str | None, head_dim: int) -> KeyTransform | None:
+    return None if kind is None else make_transform(kind, head_dim)
+
+
+def held(case: Case, key: Tensor | None = None, key_transform: KeyTransform | None = None) -> tuple[Planes, Planes]:
     """Planes that hold `lengths` tokens, appended by the reference to what is spoiled."""
     planes = spoiled(case)
     key = tokens(case, max(case.lengths), case.head_dim) if key is None else key
@@ -59,7 +66,7 @@ def held(case: Case, key: Tensor | None = None) -> tuple[Planes, Planes]:
         rows = [made.map(lambda plane, b=b: plane[b : b + 1]) for made in planes]  # type: ignore[misc]
         lengths = torch.tensor([length], dtype=torch.int32)
         starts = None if case.starts is None else torch.tensor([case.starts[b]], dtype=torch.int32)
-        reference.append(key[b : b + 1, :, :length], rows[0], KEY, lengths, None, starts)
+        reference.append(key[b : b + 1, :, :length], rows[0], KEY, lengths, key_transform, starts)
         reference.append(value[b : b + 1, :, :length], rows[1], VALUE, lengths)
     return planes
 
@@ -160,59 +167,98 @@ def test_a_bad_number_spoils_its_channel_for_the_block() -> None:
     assert planes.scale is not None and planes.scale[0, 0, 0].isfinite().all()
 
 
+def test_keys_are_transformed_when_they_become_codes() -> None:
+    """Codes, scales and zeros are those of transformed keys; the tail has the others as they came."""
+    case = Case(FORMATS, 16, lengths=(300,), starts=(5,), capacity=384)
+    key, transform = tokens(case, 300, 16), make_transform(ALL, 16)
+    planes, _ = held(case, key, transform)
+    block = reference.transform_key(key[:, :, :256], transform)
+    expected = reference.quantize(block, KEY, is_padding=(torch.arange(256) < 5)[None])
+    assert planes.tail is not None
+    assert_same_planes(dataclasses.replace(planes.narrow(256, BLOCK_SIZE), tail=None), expected, "codes")
+    assert_same(planes.tail[:, :, :44], key[:, :, 256:], "the tail")
+    lengths, starts = case.lengths_tensor(), case.starts_tensor()
+    dense = reference.dequantize(
+        planes.narrow(300, BLOCK_SIZE), KEY, lengths=lengths, starts=starts, key_transform=transform
+    )
+    undone = reference.undo_key_transform(reference.dequantize(expected, KEY), transform)
+    assert_same(dense, torch.cat((undone, key[:, :, 256:]), dim=2), "dequantised")
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("kind", [None, ALL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
 @pytest.mark.parametrize("head_dim", [128, 64, 8, 40, 96, 256])
-def test_append_matches_reference(engine: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_append_matches_reference(engine: str, head_dim: int, dtype: torch.dtype, kind: str | None) -> None:
     """A history of chunks that cross the borders of blocks in every way, padding of more than a block included."""
     case = Case(FORMATS, head_dim, dtype, lengths=(0, 0), starts=(0, 140), value_dim=32, capacity=640)
     planes = spoiled(case)
     ours, starts = [clone(made, engine) for made in planes], case.starts_tensor()
     assert starts is not None
-    length = 0
+    transform, length = transform_of(kind, head_dim), 0
     for count in (1, 126, 1, 1, 127, 33, 300, 7, 44):
         length += count
         lengths = torch.tensor([length, length], dtype=torch.int32)
         key, value = tokens(case, count, head_dim, 10.0), tokens(case, count, 32)
         new = [x.to(engine) for x in (key, value)]
-        ops.append(*new, *ours, lengths.to(engine), case.layout, starts=starts.to(engine))
-        reference.append(key, planes[0], KEY, lengths, None, starts)
+        there = None if transform is None else transform.to(engine)
+        ops.append(*new, *ours, lengths.to(engine), case.layout, there, starts=starts.to(engine))
+        reference.append(key, planes[0], KEY, lengths, transform, starts)
         reference.append(value, planes[1], VALUE, lengths)
         for side in (0, 1):
             assert_same_planes(ours[side], planes[side], f"{case}, {length} tokens")
 
 
+@pytest.mark.parametrize("kind", [None, *KINDS])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38], ids=str)
-def test_append_keeps_unusual_data_exact(engine: str, bad: float) -> None:
+def test_append_keeps_unusual_data_exact(engine: str, bad: float, kind: str | None) -> None:
     case = Case(FORMATS, 40, lengths=(256,), starts=(3,), capacity=256)
     key, value = tokens(case, 256, 40), tokens(case, 256, 40)
     key[0, 0, 2, 1] = key[0, 0, 3, 2] = key[0, 1, 255, 39] = bad
     key[0, 0, :, 7], key[0, 0, :, 8], key[0, 0, :, 9] = 0, -3.5, 1e-30
     planes, lengths = spoiled(case), case.lengths_tensor()
-    ours = [clone(made, engine) for made in planes]
-    starts = case.starts_tensor()
+    ours, transform = [clone(made, engine) for made in planes], transform_of(kind, 40)
+    there, starts = None if transform is None else transform.to(engine), case.starts_tensor()
     assert starts is not None
-    ops.append(key.to(engine), value.to(engine), *ours, lengths.to(engine), case.layout, starts=starts.to(engine))
-    reference.append(key, planes[0], KEY, lengths, None, starts)
+    new = key.to(engine), value.to(engine)
+    ops.append(*new, *ours, lengths.to(engine), case.layout, there, starts=starts.to(engine))
+    reference.append(key, planes[0], KEY, lengths, transform, starts)
     assert_same_planes(ours[0], planes[0], str(bad))
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("kind", [None, ALL])
 @pytest.mark.parametrize("length", BORDERS)
-def test_decode_serves_every_length(engine: str, length: int) -> None:
-    for head_dim, dtype in ((64, torch.float32), (128, torch.bfloat16), (40, torch.float32)):
+def test_decode_serves_every_length(engine: str, length: int, kind: str | None) -> None:
+    for head_dim, dtype in ((64, torch.float32), (128, torch.bfloat16), (40, torch.float16), (96, torch.bfloat16)):
         case = Case(FORMATS, head_dim, dtype, 4, 1, (length, max(1, length - 1), min(384, length + 30)), capacity=384)
-        run_decode(engine, case, planes=held(case))
+        transform = transform_of(kind, head_dim)
+        run_decode(engine, case, planes=held(case, None, transform), key_transform=transform)
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_q_per_kv", [1, 4, 8, 16])
+def test_decode_serves_every_transform(engine: str, num_q_per_kv: int, kind: str) -> None:
+    """Tokens of the tail meet the query as it came, those with codes the transformed one."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        case = Case(FORMATS, 128, dtype, num_q_per_kv, 1, (300, 140, 5), (17, 129, 0), capacity=384)
+        transform = make_transform(kind, 128)
+        run_decode(engine, case, planes=held(case, None, transform), key_transform=transform, softcap=30.0)
+        run_decode(engine, case, planes=held(case, None, transform), key_transform=transform)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("kind", [None, ALL])
 @pytest.mark.parametrize(("q_len", "num_q_per_kv"), [(1, 1), (2, 4), (5, 8), (33, 4), (130, 1)])
-def test_decode_serves_chunks(engine: str, q_len: int, num_q_per_kv: int) -> None:
-    case = Case(FORMATS, 128, torch.float32, num_q_per_kv, q_len, (300, 140), (17, 129), capacity=384)
-    run_decode(engine, case, planes=held(case))
+def test_decode_serves_chunks(engine: str, q_len: int, num_q_per_kv: int, kind: str | None) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(FORMATS, 128, dtype, num_q_per_kv, q_len, (300, 140), (17, 129), capacity=384)
+        transform = transform_of(kind, 128)
+        run_decode(engine, case, planes=held(case, None, transform), key_transform=transform)
 
 
 @pytest.mark.sanitize
@@ -237,19 +283,23 @@ def test_nan_stays_with_those_who_attend_to_it(engine: str) -> None:
 
 
 @pytest.mark.sanitize
-def test_decode_appends_first(engine: str) -> None:
+@pytest.mark.parametrize("kind", [None, ALL])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
+def test_decode_appends_first(engine: str, head_dim: int, kind: str | None) -> None:
     """One call that fills a block, quantises it and attends to it."""
+    transform = transform_of(kind, head_dim)
+    there = None if transform is None else transform.to(engine)
     for length, q_len in ((128, 1), (129, 1), (130, 5), (257, 2)):
-        before = Case(FORMATS, 64, torch.bfloat16, 2, q_len, (length - q_len,) * 2, (0, 9), capacity=384)
-        planes = [clone(made, engine) for made in held(before)]
+        before = Case(FORMATS, head_dim, torch.bfloat16, 2, q_len, (length - q_len,) * 2, (0, 9), capacity=384)
+        planes = [clone(made, engine) for made in held(before, None, transform)]
         apart = [clone(made, engine) for made in planes]
-        case = Case(FORMATS, 64, torch.bfloat16, 2, q_len, (length,) * 2, (0, 9), capacity=384)
-        new = tokens(case, q_len, 64).to(engine), tokens(case, q_len, 64).to(engine)
+        case = Case(FORMATS, head_dim, torch.bfloat16, 2, q_len, (length,) * 2, (0, 9), capacity=384)
+        new = tokens(case, q_len, head_dim).to(engine), tokens(case, q_len, head_dim).to(engine)
         query, lengths = queries(case).to(engine), case.lengths_tensor().to(engine)
         starts = torch.tensor([0, 9], dtype=torch.int32, device=engine)
-        options: dict[str, Any] = {"softmax_scale": 0.125, "starts": starts, "num_splits": 2}
+        options: dict[str, Any] = {"softmax_scale": 0.125, "starts": starts, "num_splits": 2, "key_transform": there}
         out, lse = ops.decode(query, new, planes[0], planes[1], lengths, case.layout, **options)
-        ops.append(*new, apart[0], apart[1], lengths, case.layout, starts=starts)
+        ops.append(*new, apart[0], apart[1], lengths, case.layout, there, starts=starts)
         expected, expected_lse = ops.decode(query, None, apart[0], apart[1], lengths, case.layout, **options)
         assert_same(out, expected.cpu(), "out")
         assert_same(lse, expected_lse.cpu(), "lse")
@@ -437,19 +487,9 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
             "granularity 'head' or 'group'.",
         ),
         (
-            lambda: KVQuantConfig.from_preset("int4-channel", transforms=["rotate"]),
-            "KVQuantConfig: `transforms` must be empty where every channel of the keys has a scale of its own, got "
-            "['rotate']. Outlier channels do no harm there: leave them out.",
-        ),
-        (
             lambda: KVQuantConfig.from_preset("int4-channel", q_group_size=32),
             "KVQuantConfig: `q_group_size` must be left out where keys have a scale for every channel, got 32. Use "
             "preset 'int4-g32' for groups of channels.",
-        ),
-        (
-            lambda: LayerStore(LayerFormats(KEY, VALUE), key_transform=KeyTransform(is_rotated=True)),
-            "layer: `key_transform` must be None where every channel of the keys has a scale of its own, got rotate. "
-            "Outlier channels do no harm there: leave it out.",
         ),
     ],
 )
@@ -460,7 +500,7 @@ def test_refuses(make: Any, message: str) -> None:
 
 def test_a_config_round_trips() -> None:
     config = KVQuantConfig.from_preset("int4-channel", layers={0: "int8"})
-    assert KVQuantConfig.from_dict(config.to_dict()) == config and config.transforms == ()
+    assert KVQuantConfig.from_dict(config.to_dict()) == config and config.transforms == ("smooth", "rotate")
     assert config.key.describe() == "int4-channel128-asymmetric"
 
 
@@ -513,10 +553,3 @@ def test_bad_planes_are_named(change: Any, message: str) -> None:
     new = tokens(case, 1, 64), tokens(case, 1, 64)
     with pytest.raises(REFUSED, match=f"^decode: {re.escape(message)}"):
         ops.decode(queries(case), new, broken, value_planes, case.lengths_tensor(), case.layout, softmax_scale=1.0)
-
-
-def test_the_ops_refuse_transforms() -> None:
-    case = Case(FORMATS, 64, torch.float32, 2, 1, (130, 30), capacity=256)
-    new, planes = (tokens(case, 1, 64), tokens(case, 1, 64)), held(case)
-    with pytest.raises(REFUSED, match=r"^append: `key_center`, `key_smoothing` and `rotates_key` must be left out"):
-        ops.append(*new, *planes, case.lengths_tensor(), case.layout, KeyTransform(is_rotated=True))

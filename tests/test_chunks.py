@@ -104,8 +104,6 @@ def test_dense_windows_and_transforms(engine: str, preset: str) -> None:
         case = Case(PRESETS[preset], 64, torch.bfloat16, 4, 40, (300, 40, 129), (0, 7, 100), 1, capacity=384)
         case = dataclasses.replace(case, sink_length=sink_length, residual_length=residual_length)
         run_decode(engine, case, softcap=8.0 if i == 2 else 0.0)
-        if preset == "int4-channel":
-            continue
         transform = make_transform("center+smooth+rotate", 64, 1)
         planes = tuple(filled(case, side, None, transform if side == 0 else None) for side in (0, 1))
         run_decode(engine, case, planes=planes, key_transform=transform)  # type: ignore[arg-type]

@@ -132,7 +132,7 @@ def test_layers_may_be_layer_formats() -> None:
         ("k8v4", TRANSFORMS),
         ("int4", TRANSFORMS),
         ("int4-g32", TRANSFORMS),
-        ("int4-channel", ()),
+        ("int4-channel", ("smooth", "rotate")),
         ({"preset": "int4-channel", "key": "int4"}, TRANSFORMS),
         ("fp8", ()),
         ({}, TRANSFORMS),

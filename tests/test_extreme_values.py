@@ -88,11 +88,6 @@ def id_of(value: Pair) -> str:
     return "+".join(map(name_of, value))
 
 
-def is_transformed(key_format: KVFormat) -> bool:
-    """Whether caches transform such keys."""
-    return key_format.is_quantized and key_format.granularity != "channel"
-
-
 formats = pytest.mark.parametrize("formats", FORMATS, ids=id_of)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
@@ -312,7 +307,7 @@ def test_light_tokens_of_tiny_values(engine: str, formats: Pair) -> None:
         run_decode(engine, case, planes=planes_of(case, key, value), query=query.to(case.dtype))
 
 
-@pytest.mark.parametrize("formats", [made for made in FORMATS if is_transformed(made[0])], ids=id_of)
+@pytest.mark.parametrize("formats", [made for made in FORMATS if made[0].is_quantized], ids=id_of)
 def test_attention_to_transformed_keys(engine: str, formats: Pair) -> None:
     """Powers of two behind a transform, where queries are no numbers of 16 bits any more."""
     for i, factor in enumerate((2 - 2.0**-23, 2.0**-40)):
@@ -468,5 +463,5 @@ def test_append_of_what_attention_meets(engine: str, formats: Pair) -> None:
         case = Case(formats, 64, dtype, q_len=128, lengths=(128, 200), capacity=256)
         key, value = (x[:, :, :128].to(dtype).contiguous() for x in numbers(case)[1:])
         run_append(engine, case, key, value)
-        if is_transformed(formats[0]):
+        if formats[0].is_quantized:
             run_append(engine, case, key, value, make_transform("center+smooth+rotate", 64))

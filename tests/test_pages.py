@@ -72,7 +72,7 @@ def compared(
     pool = layout.allocate((batch * (num_pages + layout.has_tail) + 3, *shape), page_rows, **where)
     pages = pool[0].map(with_gaps), pool[1].map(with_gaps)
     transform = None
-    if layout.key.is_quantized and layout.key.block_size is None:
+    if layout.key.is_quantized:
         center, smoothing = (
             torch.randn(HEADS, HEAD_DIM, device=device),
             torch.rand(HEADS, HEAD_DIM, device=device) + 0.5,

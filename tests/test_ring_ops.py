@@ -152,8 +152,9 @@ def test_with_tokens_that_stay_dense(engine: str, preset: str, residual_length: 
 
 @pytest.mark.parametrize("kind", ["center+smooth+rotate", "rotate"])
 @pytest.mark.parametrize("residual_length", [0, 30])
-def test_with_transformed_keys(engine: str, kind: str, residual_length: int) -> None:
-    walk(engine, case_of(PRESETS["int4"], residual_length), make_transform(kind, 64))
+@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
+def test_with_transformed_keys(engine: str, preset: str, kind: str, residual_length: int) -> None:
+    walk(engine, case_of(PRESETS[preset], residual_length), make_transform(kind, 64))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -140,6 +140,7 @@ class DenseModel:
                 starts = torch.zeros(key.shape[0]) if self.starts is None else self.starts
                 is_left_out = torch.arange(begin, end) < starts.unsqueeze(1) + self.formats.sink_length
                 x = self.given[0][:, :, begin:end]
+                x = x if self.transform is None else reference.transform_key(x, self.transform)
                 planes = reference.quantize(x, self.formats.key, is_padding=is_left_out)
                 self.sides[0][:, :, begin:end] = reference.dequantize(planes, self.formats.key)
 
@@ -471,9 +472,12 @@ class BlockMachine(StorageMachine):
         batch=st.integers(1, 2),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         device=st.sampled_from(DEVICES),
+        transform=st.sampled_from(["", *TRANSFORMS]),
     )
-    def build(self, max_cache_len: int | None, batch: int, dtype: torch.dtype, device: str) -> None:
-        super().build(BLOCKS, FORMATS[0], max_cache_len, batch, dtype, device, "")
+    def build(  # type: ignore[override]
+        self, max_cache_len: int | None, batch: int, dtype: torch.dtype, device: str, transform: str
+    ) -> None:
+        super().build(BLOCKS, FORMATS[0], max_cache_len, batch, dtype, device, transform)
 
 
 class WindowMachine(StorageMachine):
@@ -506,7 +510,6 @@ class WindowMachine(StorageMachine):
         transform: str,
         is_announced: bool,
     ) -> None:
-        transform = "" if key_format.block_size is not None else transform
         self.padding = padding
         super().build(key_format, value_format, max_cache_len, batch, dtype, device, transform)
         formats = LayerFormats(key_format, value_format, (), sink_length, residual_length)

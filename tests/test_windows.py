@@ -192,7 +192,7 @@ def test_append_matches_reference(
         formats, head_dim, dtype, lengths=(0, 0), starts=(0, 140), value_dim=32, capacity=640, sink_length=window[0],
         residual_length=window[1], slack=slack,
     )  # fmt: skip
-    has_transform = formats[0].is_quantized and formats[0] is not BLOCKS
+    has_transform = formats[0].is_quantized
     transform = make_transform("center+smooth+rotate", head_dim) if has_transform else None
     moved = None if transform is None else transform.to(engine)
     planes = spoiled(case)
@@ -259,7 +259,7 @@ def test_codes_are_those_without_windows(engine: str, formats: tuple[KVFormat, K
 @variants
 def test_decode_serves_every_length(engine: str, formats: tuple[KVFormat, KVFormat], window: tuple[int, int]) -> None:
     index = VARIANTS.index(formats) + WINDOWS.index(window)
-    has_transform = formats[0].is_quantized and formats[0] is not BLOCKS
+    has_transform = formats[0].is_quantized
     for i, lengths in enumerate(((1, 2, 4), (5, 127, 128), (129, 255, 256), (257, 300, 384))):
         head_dim = (64, 128, 16, 80)[(i + index) % 4]
         dtype = (torch.float32, torch.bfloat16)[(i + index) % 2]
@@ -283,7 +283,7 @@ def test_decode_serves_chunks_splits_and_masks(
         formats, 64, (torch.float32, torch.bfloat16)[index % 2], num_q_per_kv, q_len, (700, 140, 513), (0, 129, 5),
         capacity=768, sink_length=4, residual_length=100, slack=index % 3 * 64,
     )  # fmt: skip
-    has_transform = formats[0].is_quantized and formats[0] is not BLOCKS
+    has_transform = formats[0].is_quantized
     transform = make_transform("center+rotate", 64) if has_transform else None
     planes, heads = (filled(case, 0, None, transform), filled(case, 1)), case.num_q_heads
     every: list[dict[str, Any]] = [
@@ -390,7 +390,7 @@ def stored(
 @pytest.mark.parametrize("max_cache_len", [None, 310])
 @pytest.mark.parametrize("key_format", [INT4, BLOCKS], ids=name_of)
 def test_a_crop_makes_codes_dense_again(key_format: KVFormat, max_cache_len: int | None) -> None:
-    transform = make_transform("center+smooth+rotate", 16) if key_format is INT4 else None
+    transform = make_transform("center+smooth+rotate", 16)
     storage, key, value = stored(LayerFormats(key_format, INT4, (), 3, 20), [200, 100], max_cache_len, transform)
     before = [x[:, :, :275].clone() for x in storage.dequantize()]
     for x, given in zip(before, (key, value), strict=True):

@@ -228,6 +228,7 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
       const int row = token < first_new ? cache.sink_length + token % side.ring : token - first_new;
       const int slot = token < first_new ? tail_slot_of(cache, b) : b;
       load_row(source, source_offset(source, slot, head, row), side.head_dim, scratch + t * stride);
+      if (task.transform != nullptr) transform_key_row(*task.transform, head, side.head_dim, scratch + t * stride);
     }
     const Place place = place_of(cache, b, begin);
     const int block = place.row / kBlockSize;

@@ -133,7 +133,8 @@ struct DecodePlan {
   bool appends;        // the attention kernel quantises the new tokens too
   Laps laps;
   int max_length;      // see max_length_of
-  int plain_query_at;  // in shared memory: the untransformed query, for dense windows; 0: there are none
+  bool has_dense_tokens;  // of windows, which the kernel attends to after the codes
+  int plain_query_at;     // in shared memory: the untransformed query, for those and for the tails of blocks
   Origin key_codes, value_codes;
   RowChunks key_chunks, value_chunks;
   PlaneOfScales scales[4];  // in the order in which the kernel copies them; it may have fewer

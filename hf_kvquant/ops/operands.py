@@ -26,7 +26,7 @@ class Operands:
         value_planes: The same for values.
         layout: Of the planes. In a ring, new tokens overwrite those that have left the `sliding_window` of `decode`.
         key_transform: Applied to new keys, as it was to the stored ones; on the same device. The op transforms the
-            query. `None` for granularity `channel`.
+            query.
     """
 
     def __init__(

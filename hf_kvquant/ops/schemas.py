@@ -232,11 +232,6 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
         if not fits or x.dtype not in dtypes:
             what = f"{['any' if size is None else size for size in sizes]} {' or '.join(map(str, dtypes))}"
             raise ValueError(f"{where}: `{name}` must be {what} like the cache, got {list(x.shape)} {x.dtype}.")
-    if cache.layout.key.granularity == "channel" and cache.key_transform is not None:
-        raise ValueError(
-            f"{where}: `key_center`, `key_smoothing` and `rotates_key` must be left out where every channel of the "
-            "keys has a scale, got a transform."
-        )
     capacity = rows
     if arguments["page_table"] is not None:
         capacity *= arguments["page_table"].shape[1] - cache.layout.has_tail

@@ -27,7 +27,7 @@ Granularity `channel`: the values of a channel in a block of tokens share scale 
 `sink_length` tokens are left out of both: their codes are 0, and a block with no other tokens has scale 2^-24 and zero
 0. A block is quantised from its dense values when its last token leaves the window of the last `residual_length` tokens
 (with a window of 0, when that token is appended). Until then all its tokens stay dense. A NaN makes its whole channel
-NaN in that block.
+NaN in that block; with a rotation, all channels that are mixed with it.
 
 Keys may be transformed first, each step rounded to float32 (center c and smoothing factors λ of a key-value head):
 
@@ -429,7 +429,7 @@ def append(
             read, and overwritten only by NaN.
         kv_format: Their format.
         lengths: `[batch]` int32: tokens held per sequence, the new ones included.
-        key_transform: The transform of keys before they are quantised; `None` for granularity `channel`.
+        key_transform: The transform of keys before they are quantised.
         starts: `[batch]` int32: first position that is not padding. Used for granularity `channel` and for the first
             `sink_length` tokens.
         sink_length: First tokens that stay dense.
@@ -437,8 +437,7 @@ def append(
         is_ring: Whether rows are a ring. If `x` has more tokens than there are rows, only the newest get codes.
     """
     if kv_format.granularity == "channel":
-        assert key_transform is None
-        _append_in_blocks(x, planes, kv_format, lengths, starts, sink_length, residual_length, is_ring)
+        _append_in_blocks(x, planes, kv_format, lengths, key_transform, starts, sink_length, residual_length, is_ring)
     else:
         newest = x[:, :, -planes.codes.shape[2] :] if is_ring else x
         transformed = newest if key_transform is None else transform_key(newest, key_transform)
@@ -481,6 +480,7 @@ def _append_in_blocks(
     planes: Planes,
     kv_format: KVFormat,
     lengths: Tensor,
+    key_transform: KeyTransform | None,
     starts: Tensor | None,
     sink_length: int,
     residual_length: int,
@@ -505,7 +505,8 @@ def _append_in_blocks(
         if starts is not None or sink_length > 0:
             start = 0 if starts is None else starts[b].long()
             is_left_out = (torch.arange(begin, end, device=x.device) < start + sink_length)[None]
-        new = quantize(dense[None], kv_format, is_padding=is_left_out)
+        block_keys = dense[None] if key_transform is None else transform_key(dense[None], key_transform)
+        new = quantize(block_keys, kv_format, is_padding=is_left_out)
         assert new.scale is not None and new.zero is not None
         row = torch.arange(begin, end, device=x.device) % capacity
         block = row[::size] // size

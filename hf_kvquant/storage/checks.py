@@ -89,18 +89,10 @@ def checked_transform(store: LayerStore, key_transform: KeyTransform | None) -> 
 
     Raises:
         TypeError: It is not a KeyTransform.
-        ValueError: Each channel of the keys has a scale of its own.
     """
     if key_transform is not None and not isinstance(key_transform, KeyTransform):
         raise TypeError(
             f"{store.name}: `key_transform` must be a KeyTransform or None, got {type(key_transform).__name__}. "
             "hf_kvquant.key_transforms returns those of a model."
         )
-    if key_transform is None or key_transform.is_identity:
-        return None
-    if store.formats.key.granularity == "channel":
-        raise ValueError(
-            f"{store.name}: `key_transform` must be None where every channel of the keys has a scale of its own, "
-            f"got {key_transform.describe()}. Outlier channels do no harm there: leave it out."
-        )
-    return key_transform
+    return None if key_transform is None or key_transform.is_identity else key_transform

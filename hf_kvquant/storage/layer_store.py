@@ -53,7 +53,6 @@ class LayerStore:
 
     Raises:
         TypeError: `key_transform` is not a KeyTransform.
-        ValueError: `key_transform` is given although each channel of the keys has its own scale.
     """
 
     def __init__(

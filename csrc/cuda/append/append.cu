@@ -344,12 +344,12 @@ __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdat
                                 update.start + jobs.dense_first,
                                 jobs.laps.tail_slot(static_cast<int>(b)),
                                 jobs.dense_first + begin % job.side.ring};
-  for (int c = threadIdx.x / kLanes * kColumnsOfWarp; c < job.side.head_dim; c += kNumWarps * kColumnsOfWarp) {
-    if (job.side.tail_dtype == Dtype::fp32) {
-      quantize_columns<true>(job.side, job.dense, b, h, tokens, c);
-    } else {
-      quantize_columns<false>(job.side, job.dense, b, h, tokens, c);
-    }
+  __shared__ float2 ranges[kNumWarps][kMaxCudaHeadDim];
+  const BlockWarps warps = {static_cast<int>(threadIdx.x / kLanes), kNumWarps, ranges[0], kMaxCudaHeadDim};
+  if (job.side.tail_dtype == Dtype::fp32) {
+    quantize_columns<true>(job.side, job.transform, job.dense, b, h, tokens, warps);
+  } else {
+    quantize_columns<false>(job.side, job.transform, job.dense, b, h, tokens, warps);
   }
 }
 
@@ -371,7 +371,6 @@ __device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned cta) {
   for (int begin = oldest; begin < min(update.end, update.old); begin += kBlockSize) {
     quantize_block(jobs, job, update, b, h, begin);
   }
-  __syncthreads();
   copy_to_tail(jobs, job, update, b, h);
 }
 

@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if constexpr (Shape::kIsBlocked) {
     Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
-  const bool has_dense_tokens = !Shape::kIsPlain && plan.plain_query_at > 0;
+  const bool has_dense_tokens = !Shape::kIsPlain && plan.has_dense_tokens;
   if (has_dense_tokens) {
     expect_dense_tokens(params, plan, bounds, tail_slot<Shape::kIsPaged>(plan, segment.b), segment.h,
                         first_tile(plan, segment, warp), lane);
@@ -195,15 +195,18 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     __syncwarp();
     if constexpr (Shape::kIsBlocked) {
       if (fills_block) {
-        for (int c = warp * kColumnsOfWarp; c < params.key_side.head_dim; c += num_warps * kColumnsOfWarp) {
-          const int begin = held.end - kBlockSize;
-          const int slot = Shape::kIsPaged ? plan.laps.slot(segment.b, begin) : segment.b;
-          const int of_tail = tail_slot<Shape::kIsPaged>(plan, segment.b);
-          const BlockOfTokens tokens = {begin,        slot,    plan.laps.row(begin), held.end - 1,
-                                        bounds.start, of_tail, 0};
-          quantize_columns<false>(params.key_side, new_tokens.key, segment.b, segment.h, tokens, c);
-        }
-        __syncthreads();
+        const int begin = held.end - kBlockSize;
+        const int slot = Shape::kIsPaged ? plan.laps.slot(segment.b, begin) : segment.b;
+        const int of_tail = tail_slot<Shape::kIsPaged>(plan, segment.b);
+        const BlockOfTokens tokens = {begin, slot, plan.laps.row(begin), held.end - 1, bounds.start, of_tail, 0};
+        // No copy goes to a warp's last stage before the loop below.
+        constexpr int kStageRanges = Pipeline::kStageBytes / sizeof(float2);
+        static_assert(kStageRanges >= Shape::kHeadDim);
+        float2* const ranges = reinterpret_cast<float2*>(pipelines) + (num_stages - 1) * kStageRanges;
+        quantize_columns<false>(params.key_side, params.key_transform, new_tokens.key, segment.b, segment.h, tokens,
+                                {warp, num_warps, ranges, num_stages * kStageRanges});
+        const uint32_t last_stage = shared_address(stages + (num_stages - 1) * Pipeline::kStageBytes);
+        if (plan.has_gaps) Pipeline::fill_gaps(params, last_stage, 1, lane, segment.b);
       }
     }
     if (!segment.has_rounds()) return;
@@ -218,7 +221,9 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   for_all<kRowsOfWarp>([&](int i) {
     const int slot = i * num_warps + warp;
     if (slot < Shape::kRows) {
-      if (has_dense_tokens) Query<Shape>::write_plain_row(query_bits[i], slot, memory + plan.plain_query_at, lane);
+      if (Shape::kIsBlocked || has_dense_tokens) {
+        Query<Shape>::write_plain_row(query_bits[i], slot, memory + plan.plain_query_at, lane);
+      }
       Query<Shape>::write_row(params, is_transformed, transform, query_bits[i], slot, planes, factors, constants,
                               query_sums, lane);
     }
@@ -239,7 +244,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
 
   // --- attend
   const int of_tail = Shape::kIsBlocked ? tail_slot<Shape::kIsPaged>(plan, segment.b) : 0;
-  Attention attention(params, planes, factors, query_sums, first_of_tail / Pipeline::kStepTokens, of_tail, lane);
+  Attention attention(params, planes, memory + plan.plain_query_at, factors, query_sums,
+                      first_of_tail / Pipeline::kStepTokens, of_tail, lane);
   const unsigned char* before = stages;
   stage = 0;
   for (int step = first_step; step < segment.last_step; step += stride) {

@@ -6,9 +6,9 @@
 // by the code's distance from the middle. The second sum is a product, too, of a tile whose rows 0 and 1 are the zeros
 // and the scales.
 //
-// Tokens of the unfinished block have no codes: their keys are dense in the tail and are read from there. They take at
-// most four steps, so each warp has at most one of these, its last. (Where values are dense too, in a window of the
-// newest tokens, the block ends before that window: tails.cuh.)
+// Tokens of the unfinished block have no codes: their keys are dense in the tail and are read from there, for the query
+// as it came. They take at most four steps, so each warp has at most one of these, its last. (Where values are dense
+// too, in a window of the newest tokens, the block ends before that window: tails.cuh.)
 #pragma once
 
 #include "query.cuh"
@@ -40,11 +40,12 @@ class Blocks {
     });
   }
 
-  // `tail_step`: the first step of the unfinished block, after the last step if there is none. `tail_slot` as of the
-  // function.
-  __device__ __forceinline__ void load(const unsigned char* planes, int tail_step, int tail_slot, int lane) {
+  // `plain_query`: as write_plain_row leaves it. `tail_step`: the first step of the unfinished block, after the last
+  // step if there is none. `tail_slot` as of the function.
+  __device__ __forceinline__ void load(const unsigned char* planes, const unsigned char* plain_query, int tail_step,
+                                       int tail_slot, int lane) {
     g_ = lane >> 2, t_ = lane & 3;
-    tail_step_ = tail_step, tail_slot_ = tail_slot;
+    plain_query_ = plain_query, tail_step_ = tail_step, tail_slot_ = tail_slot;
     codes_at_ = matrix_row<Shape::kKeyRowBytes>(lane);
     keep(codes_at_);
     for_all<kColumnTiles>([&](int n) {
@@ -54,22 +55,25 @@ class Blocks {
     });
   }
 
-  // Scores of a step, plus `base`. Factors count codes in units of their low nibbles.
-  __device__ __forceinline__ void score(const DecodeParams& params, const Segment& segment, const unsigned char* stage,
-                                        int step, const float (&factor)[kColumns], const float (&base)[kColumns],
-                                        float (&score)[kTiles][2][kColumns]) const {
+  // Scores of a step, plus `base`. Factors count codes in units of their low nibbles. `constants` are those of rows,
+  // which scores of codes lack: the others lose them.
+  __device__ __forceinline__ void score(const DecodeParams& params, const Segment& segment, const float* constants,
+                                        const unsigned char* stage, int step, const float (&factor)[kColumns],
+                                        const float (&base)[kColumns], float (&score)[kTiles][2][kColumns]) const {
     Sums sum;
-    float constant[kColumns];
+    float scale[kColumns], offset[kColumns];
     if (step < tail_step_) {
-      multiply_codes(stage, sum, constant);
+      multiply_codes(stage, sum, offset);
+      for_all<kColumns>([&](int c) { scale[c] = factor[c], offset[c] = fmaf(offset[c], factor[c], base[c]); });
     } else {
-      multiply_tail(params, segment, step, sum, constant);
+      multiply_tail(params, segment, step, sum);
+      for_all<kColumns>([&](int c) {
+        scale[c] = params.softmax_scale * kLog2E, offset[c] = base[c] - constants[Shape::row_of(c, t_)];
+      });
     }
     for_all<kColumns>([&](int c) {
       const int n = c / kColumnsPerTile, k = c % kColumnsPerTile;
-      const float constant_of_sum = fmaf(constant[c], factor[c], base[c]);
-      for_all<kTiles, 2>(
-          [&](int i, int h) { score[i][h][c] = fmaf(sum[i][n][2 * h + k], factor[c], constant_of_sum); });
+      for_all<kTiles, 2>([&](int i, int h) { score[i][h][c] = fmaf(sum[i][n][2 * h + k], scale[c], offset[c]); });
     });
   }
 
@@ -121,47 +125,38 @@ class Blocks {
     });
   }
 
-  // bfloat16 keys are multiplied by the query converted back to bfloat16, from which it differs by a power of two only:
-  // float16 would hold no keys beyond 65,504, and few bits of those below 2^-14.
-  __device__ __forceinline__ void multiply_tail(const DecodeParams& params, const Segment& segment, int step, Sums& sum,
-                                                float (&constant)[kColumns]) const {
+  __device__ __forceinline__ void multiply_tail(const DecodeParams& params, const Segment& segment, int step,
+                                                Sums& sum) const {
     const Side& side = params.key_side;
     const int slot = Shape::kIsPaged ? tail_slot_ : segment.b;
     const uint16_t* tail =
         static_cast<const uint16_t*>(side.tail) + (slot * side.tail_stride_b + segment.h * side.tail_stride_h);
     const int first = params.sink_length + step * Pipeline::kStepTokens % side.ring + slot_of_row(g_) * kHalves;
-    const bool is_bf16 = side.tail_dtype == Dtype::bf16;
-    for_all<kTiles>([&](int i) {
-      float even[kColumnTiles][4] = {}, odd[kColumnTiles][4] = {};
-      for_all<kParts>([&](int j) {
-        const int c = 32 * j + 8 * t_;
-        uint32_t pairs[2][4];
-        for_all<2>([&](int h) {
-          uint4 x = {0, 0, 0, 0};
-          const uint16_t* row = tail + (first + 2 * i + h) * side.tail_stride_t;
-          if (c < side.head_dim) x = *reinterpret_cast<const uint4*>(row + c);
-          in_pairs(x, pairs[h]);
-        });
-        for_all<kColumnTiles>([&](int n) {
-          const uint32_t (&query)[4] = query_[n][j];
-          if (is_bf16) {
-            uint32_t wide[4];
-            for_all<4>([&](int k) {
-              wide[k] = pack_bfloats(half_to_float(query[k] & 0xffffu), half_to_float(query[k] >> 16));
-            });
-            multiply_bfloats(even[n], pairs[0][0], pairs[1][0], pairs[0][2], pairs[1][2], wide[0], wide[2]);
-            multiply_bfloats(odd[n], pairs[0][1], pairs[1][1], pairs[0][3], pairs[1][3], wide[1], wide[3]);
-          } else {
-            multiply_halves(even[n], pairs[0][0], pairs[1][0], pairs[0][2], pairs[1][2], query[0], query[2]);
-            multiply_halves(odd[n], pairs[0][1], pairs[1][1], pairs[0][3], pairs[1][3], query[1], query[3]);
-          }
-        });
+    for_all<kTiles, kColumnTiles, 4>([&](int i, int n, int k) { sum[i][n][k] = 0.f; });
+    for_all<kTiles, kParts>([&](int i, int j) {
+      const int c = 32 * j + 8 * t_;
+      uint4 key[2];
+      for_all<2>([&](int h) {
+        const uint16_t* row = tail + (first + 2 * i + h) * side.tail_stride_t;
+        key[h] = {0, 0, 0, 0};
+        if (c < side.head_dim) key[h] = *reinterpret_cast<const uint4*>(row + c);
       });
-      for_all<kColumnTiles, 4>([&](int n, int k) { sum[i][n][k] = fmaf(16.f, odd[n][k], even[n][k]) * kUnit; });
+      for_all<kColumnTiles>([&](int n) {
+        const int row = Shape::kIsPaired ? g_ >> 1 : 8 * n + g_;
+        uint4 query = *reinterpret_cast<const uint4*>(plain_query_ + (row * Shape::kHeadDim + c) * 2);
+        if (Shape::kIsPaired && (g_ & 1) != 0) query = {0, 0, 0, 0};
+        if (side.tail_dtype == Dtype::bf16) {
+          multiply_bfloats(sum[i][n], key[0].x, key[1].x, key[0].y, key[1].y, query.x, query.y);
+          multiply_bfloats(sum[i][n], key[0].z, key[1].z, key[0].w, key[1].w, query.z, query.w);
+        } else {
+          multiply_halves(sum[i][n], key[0].x, key[1].x, key[0].y, key[1].y, query.x, query.y);
+          multiply_halves(sum[i][n], key[0].z, key[1].z, key[0].w, key[1].w, query.z, query.w);
+        }
+      });
     });
-    for_all<kColumns>([&](int c) { constant[c] = 0.f; });
   }
 
+  const unsigned char* plain_query_;
   int g_, t_, tail_step_, tail_slot_;
   uint32_t codes_at_;  // in a stage: of the lane's matrix row
   uint32_t query_[kColumnTiles][kParts][4];

@@ -23,8 +23,8 @@ class PlainAttention {
 
  public:
   // Takes what WarpAttention takes.
-  __device__ __forceinline__ PlainAttention(const DecodeParams& params, const unsigned char* planes, const float*,
-                                            const float*, int, int, int lane)
+  __device__ __forceinline__ PlainAttention(const DecodeParams& params, const unsigned char* planes,
+                                            const unsigned char*, const float*, const float*, int, int, int lane)
       : g_(lane >> 2),
         t_(lane & 3),
         is_half_(params.query.dtype == Dtype::fp16),

@@ -148,7 +148,7 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
   if (params.sliding_window > 0) {
     span.begin = max(span.begin, span.first_position + first_token - params.sliding_window + 1);
   }
-  if (plan.plain_query_at > 0) {
+  if (plan.has_dense_tokens) {
     // Tokens of dense windows follow later (tails.cuh).
     span.begin = max(span.begin, max(bounds.start, 0) + params.sink_length);
     span.end = min(span.end, max(span.first_position + params.q_len - params.residual_length, 0));

@@ -46,6 +46,11 @@ struct Shape {
   static constexpr int kColumnsPerTile = kIsPaired ? 1 : 2;
   static constexpr int kColumns = kColumnsPerTile * kColumnTiles;  // query rows of a lane
 
+  // The query row of a lane's column; `t` is the lane's number in its group of four.
+  static __device__ __forceinline__ int row_of(int column, int t) {
+    return kIsPaired ? t : 8 * (column >> 1) + 2 * t + (column & 1);
+  }
+
   // Shared memory: the query, factors and sums, and the pipelines, which the outputs of the warps overwrite in the end.
   static constexpr int kOutputStride = kHeadDim + 4;              // floats
   static constexpr int kOutputBytes = kRows * kOutputStride * 4;  // of a warp

@@ -33,8 +33,8 @@ class WarpAttention {
 
  public:
   __device__ __forceinline__ WarpAttention(const DecodeParams& params, const unsigned char* planes,
-                                           const float* factors, const float* sums, int tail_step, int tail_slot,
-                                           int lane)
+                                           const unsigned char* plain_query, const float* factors, const float* sums,
+                                           int tail_step, int tail_slot, int lane)
       : g_(lane >> 2), t_(lane & 3), slot_(slot_of_row(lane >> 2)) {
     values_at_ = Pipeline::kValueAt + matrix_row<Shape::kValueRowBytes>(lane);
     keep(values_at_);
@@ -44,7 +44,7 @@ class WarpAttention {
       scale_at_ = slot_ * kHalves * 2;
       keep(scale_at_);
       if constexpr (kIsBlocked) {
-        blocks_.load(planes, tail_step, tail_slot, lane);
+        blocks_.load(planes, plain_query, tail_step, tail_slot, lane);
       } else {
         key_at_ = RowLayout<Shape::kKeyRowBytes>::offset(slot_, 0, Keys::load_byte(t_, 0));
         keep(key_at_);
@@ -85,7 +85,7 @@ class WarpAttention {
     if constexpr (kIsGrouped) {
       groups_.score(stage, factor_, base, score);
     } else if constexpr (kIsBlocked) {
-      blocks_.score(params, segment, stage, step, factor_, base, score);
+      blocks_.score(params, segment, constants, stage, step, factor_, base, score);
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
       load_scales<Shape::kHasKeyZero>(stage + Pipeline::kScalesAt, stage + Pipeline::kKeyZeroAt, scales, zeros);
@@ -208,9 +208,7 @@ class WarpAttention {
   }
 
   // The query row, within the tile, of a lane's column.
-  __device__ __forceinline__ int row_of(int column) const {
-    return Shape::kIsPaired ? t_ : 8 * (column >> 1) + 2 * t_ + (column & 1);
-  }
+  __device__ __forceinline__ int row_of(int column) const { return Shape::row_of(column, t_); }
 
   // Scales of this lane's tokens: word i holds those of tile i, halves 0 and 1.
   template <bool kHasZero>

@@ -431,8 +431,6 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
 
 // --- scales of channels
 
-constexpr int kColumnsOfWarp = 32;  // channels: eight per lane, four lanes side by side, on eight rows
-
 // A block of tokens to quantise, from row `row` of the planes on, whose first axis is at `slot`. Tokens before
 // `first_new` are read from the tail at `tail_slot`, others are new. Tokens before `first_counted` do not count for
 // scales and get codes of 0.
@@ -440,15 +438,26 @@ struct BlockOfTokens {
   int begin, slot, row, first_new, first_counted, tail_slot, tail_row;
 };
 
-// One warp quantises channels `first` ... of a block. `dense` begins with token `first_new`. kIsWide: the tail and new
-// tokens are float32, else 16 bits. Values are loaded twice: for the range, then from the cache for the codes.
+// The warps that quantise a block together, and shared memory for the ranges of each: [head_dim], `stride` apart.
+struct BlockWarps {
+  int warp, num_warps;
+  float2* ranges;
+  int stride;
+};
+
+// All warps of a thread block quantise a block of tokens in one head. A warp takes whole rows, eight channels a lane, so
+// that a rotation finds all channels. `dense` begins with token `first_new`. kIsWide: the tail and new tokens are
+// float32, else 16 bits. Rows are loaded twice: for the ranges, then from the cache for the codes.
 template <bool kIsWide>
-__device__ __noinline__ void quantize_columns(const Side& side, const Dense& dense, int64_t b, int64_t h,
-                                              const BlockOfTokens& tokens, int first) {
+__device__ __noinline__ void quantize_columns(const Side& side, const KeyTransform& transform, const Dense& dense,
+                                              int64_t b, int64_t h, const BlockOfTokens& tokens,
+                                              const BlockWarps& warps) {
   using Raw = Values<kIsWide ? Dtype::fp32 : Dtype::bf16>;  // or fp16, which is as wide
-  constexpr int kRows = 8, kAtOnce = kIsWide ? 4 : 8;       // rows of a warp, and of a lane under way at a time
-  const int lane = threadIdx.x % kLanes, c = first + lane % 4 * kChunk, first_row = lane / 4, begin = tokens.begin;
-  const bool has_channels = c < side.head_dim;
+  constexpr int kAtOnce = kIsWide ? 4 : 8, kTransformed = 4;  // rows of a lane that are loaded, and transformed
+  const int lane = threadIdx.x % kLanes, lanes_per_row = side.head_dim / kChunk;
+  const int rows = divide_lanes(kLanes, lanes_per_row), row_of_lane = divide_lanes(lane, lanes_per_row);
+  const int chunk = lane - row_of_lane * lanes_per_row, c = chunk * kChunk, begin = tokens.begin;
+  const bool has_row = row_of_lane < rows, is_transformed = !is_identity(transform);
   const int num_padding = min(max(tokens.first_counted - begin, 0), kBlockSize);
   const int num_old = min(max(tokens.first_new - begin, 0), kBlockSize);
   const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
@@ -456,64 +465,98 @@ __device__ __noinline__ void quantize_columns(const Side& side, const Dense& den
       tokens.tail_slot * tail.stride_b + h * tail.stride_h + tokens.tail_row * tail.stride_t + c;
   const int64_t from_new =
       b * dense.stride_b + h * dense.stride_h + int64_t{begin - tokens.first_new} * dense.stride_t + c;
+  LaneTransform<kChunk> inverted;
+  if (is_transformed) {
+    inverted = {transform, side.head_dim, static_cast<int>(h), c};
+    inverted.invert(transform);
+  }
   // Calls `use(row, x)` for the rows of this lane, except padding.
   const auto for_rows = [&](auto use) {
+    const int stride = warps.num_warps * rows;
 #pragma unroll 1
-    for (int batch = first_row; batch < kBlockSize; batch += kAtOnce * kRows) {
+    for (int batch = warps.warp * rows; batch < kBlockSize; batch += kAtOnce * stride) {
       Raw x[kAtOnce][1];
+      const auto row_at = [&](int i) { return batch + i * stride + row_of_lane; };
+      const auto counts = [&](int i) { return has_row && row_at(i) >= num_padding && row_at(i) < kBlockSize; };
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int row = batch + i * kRows;
+        const int row = row_at(i);
         const bool is_old = row < num_old;
         load_rows(is_old ? tail : dense, is_old ? from_tail + row * tail.stride_t : from_new + row * dense.stride_t,
-                  has_channels && row >= num_padding, x[i]);
+                  counts(i), x[i]);
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (batch + i * kRows < num_padding) continue;
-        if constexpr (kIsWide) {
-          use(batch + i * kRows, x[i][0]);
-        } else {
-          use(batch + i * kRows, widen(x[i][0].words, side.tail_dtype));
+      for (int first = 0; first < kAtOnce; first += kTransformed) {
+        Values<Dtype::fp32> wide[kTransformed];
+#pragma unroll
+        for (int i = 0; i < kTransformed; ++i) {
+          if constexpr (kIsWide) wide[i] = x[first + i][0];
+          if constexpr (!kIsWide) wide[i] = widen(x[first + i][0].words, side.tail_dtype);
+        }
+        if (is_transformed) transform_rows(transform, inverted, side.head_dim, chunk, wide);
+#pragma unroll
+        for (int i = 0; i < kTransformed; ++i) {
+          if (counts(first + i)) use(row_at(first + i), wide[i]);
         }
       }
     }
   };
 
+  // --- ranges of this lane's rows, then of the warp's, then of all
   Range<false> ranges[kChunk];
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) ranges[k] = {INFINITY, -INFINITY};
+  const auto include = [&](int k, float low, float high) {
+    ranges[k] = {min_or_nan(ranges[k].low, low), max_or_nan(ranges[k].high, high)};
+  };
   for_rows([&](int, const Values<Dtype::fp32>& x) {
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-      ranges[k] = {min_or_nan(ranges[k].low, x[k]), max_or_nan(ranges[k].high, x[k])};
-    }
+    for (int k = 0; k < kChunk; ++k) include(k, x[k], x[k]);
   });
-  StoredScale values[kChunk];
+#pragma unroll 1
+  for (int row = 1; row < rows; ++row) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+      // Lanes of the first row get those of the others as these were: no lane that is read has been joined.
+      const float low = __shfl_down_sync(kAllLanes, ranges[k].low, row * lanes_per_row);
+      const float high = __shfl_down_sync(kAllLanes, ranges[k].high, row * lanes_per_row);
+      if (row_of_lane == 0) include(k, low, high);
+    }
+  }
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) {
+    if (row_of_lane == 0) warps.ranges[warps.warp * warps.stride + c + k] = {ranges[k].low, ranges[k].high};
+    ranges[k] = {INFINITY, -INFINITY};
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int warp = 0; has_row && warp < warps.num_warps; ++warp) {
 #pragma unroll
-    for (int distance = 4; distance < kLanes; distance *= 2) {
-      ranges[k].low = min_or_nan(ranges[k].low, __shfl_xor_sync(kAllLanes, ranges[k].low, distance));
-      ranges[k].high = max_or_nan(ranges[k].high, __shfl_xor_sync(kAllLanes, ranges[k].high, distance));
+    for (int k = 0; k < kChunk; ++k) {
+      const float2 range = warps.ranges[warp * warps.stride + c + k];
+      include(k, range.x, range.y);
     }
+  }
+
+  // --- scales, and codes
+  StoredScale values[kChunk];
+  float reciprocals[kChunk];
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) {
     if (num_padding == kBlockSize) ranges[k] = {0.f, 0.f};
     values[k] = compute_scale<Storage::int4>(ranges[k], side.clip_ratio);
+    reciprocals[k] = approximate_reciprocal(values[k].factor());
   }
-  if (!has_channels) return;
-  if (first_row == 0) {
+  if (warps.warp == 0 && row_of_lane == 0) {
     half_bits* scale = scale_at(side, tokens.slot, h, tokens.row / kBlockSize, 0) + c;
     half_bits* zero = zero_at(side, tokens.slot, h, tokens.row / kBlockSize, 0) + c;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) scale[k] = values[k].scale, zero[k] = values[k].zero;
   }
   uint8_t* codes = code_row(side, tokens.slot, h, tokens.row) + c / 2;
-  for (int row = first_row; row < num_padding; row += kRows) {
+  for (int row = warps.warp * rows + row_of_lane; has_row && row < num_padding; row += warps.num_warps * rows) {
     *reinterpret_cast<uint32_t*>(codes + row * side.codes_stride_t) = 0;
   }
-  float reciprocals[kChunk];
-#pragma unroll
-  for (int k = 0; k < kChunk; ++k) reciprocals[k] = approximate_reciprocal(values[k].factor());
   for_rows([&](int row, const Values<Dtype::fp32>& x) {
     constexpr float kLimit = max_code(Storage::int4, false);
     uint32_t word = 0;
@@ -526,6 +569,7 @@ __device__ __noinline__ void quantize_columns(const Side& side, const Dense& den
     }
     *reinterpret_cast<uint32_t*>(codes + row * side.codes_stride_t) = word;
   });
+  __syncthreads();  // the next block may take the memory of ranges, and its codes are there
 }
 
 }  // namespace hf_kvquant::cuda

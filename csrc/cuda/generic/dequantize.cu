@@ -152,6 +152,7 @@ using DequantizeKernel = void (*)(DequantizeParams, bool, unsigned, Laps, int);
 
 template <bool kIsTransformed>
 DequantizeKernel kernel_of(const Side& side) {
+  if (side.has_channel_scales) return dequantize_side<Storage::int4, true, kIsTransformed>;
   switch (side.storage) {
     case Storage::none: return dequantize_side<Storage::none, false, kIsTransformed>;
     case Storage::int8: return dequantize_side<Storage::int8, false, kIsTransformed>;
@@ -168,9 +169,8 @@ DequantizeKernel kernel_of(const Side& side) {
 void dequantize(const DequantizeParams& params, void* stream) {
   for (const bool is_key : {true, false}) {
     const Side& side = is_key ? params.key_side : params.value_side;
-    DequantizeKernel kernel = kernel_of<false>(side);
-    if (side.has_channel_scales) kernel = dequantize_side<Storage::int4, true, false>;
-    if (is_key && !is_identity(params.key_transform)) kernel = kernel_of<true>(side);
+    const bool is_transformed = is_key && !is_identity(params.key_transform);
+    const DequantizeKernel kernel = is_transformed ? kernel_of<true>(side) : kernel_of<false>(side);
     const int64_t tokens_of_cta = int64_t{kNumWarps} * kTokens * (kLanes / (side.head_dim / kChunk));
     const int64_t ctas_of_head = (params.num_tokens + tokens_of_cta - 1) / tokens_of_cta;
     launch("dequantize", kernel, ctas_of_head * params.num_kv_heads * params.batch, kNumWarps * kLanes, 0, stream,

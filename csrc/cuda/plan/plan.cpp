@@ -118,7 +118,7 @@ DecodePlan plan_general(const DecodeParams& params) {
 // Places in shared memory behind the pipelines, in bytes.
 struct Extras {
   int chunk_list;   // see Pipeline::list_chunks
-  int plain_query;  // the untransformed query, for dense windows
+  int plain_query;  // see DecodePlan::plain_query_at
 
   int total() const { return chunk_list + plain_query; }
 };
@@ -141,8 +141,8 @@ Extras place_operands(const DecodeParams& params, const AttendKernel& kernel, De
   plan.is_dense = is_dense(keys, kernel.head_dim) && is_dense(values, kernel.head_dim);
   plan.has_gaps = !plan.is_dense || has_gaps(keys, kernel.has_key_zero) || has_gaps(values, kernel.has_value_zero);
   const int num_chunks = plan.is_dense ? 0 : plan.key_chunks.num_chunks + plan.value_chunks.num_chunks;
-  const bool has_dense_tokens = params.sink_length + params.residual_length > 0;
-  return {num_chunks * kChunkPlaceBytes, has_dense_tokens ? 2 * kernel.rows_per_tile * kernel.head_dim : 0};
+  const bool has_plain_query = params.sink_length + params.residual_length > 0 || kernel.scales == Scales::blocks;
+  return {num_chunks * kChunkPlaceBytes, has_plain_query ? 2 * kernel.rows_per_tile * kernel.head_dim : 0};
 }
 
 }  // namespace
@@ -232,9 +232,8 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.may_overlap = occupancy.may_overlap;
   plan.warps_log2 = cut.num_warps == kMinAttendWarps ? 2 : 3;
   plan.shared_bytes = shared_bytes(kernel, device, occupancy, cut);
-  if (extras.plain_query > 0) {
-    plan.plain_query_at = bytes_needed(kernel, cut.num_warps, plan.num_stages) - extras.plain_query;
-  }
+  plan.has_dense_tokens = params.sink_length + params.residual_length > 0;
+  plan.plain_query_at = bytes_needed(kernel, cut.num_warps, plan.num_stages) - extras.plain_query;
   plan.appends = can_append(kernel, new_tokens, num_row_tiles, cut.num_warps);
   // Limits of the grid and of Divisors: thread blocks of a head and rounds of steps by splits, rows by heads of a
   // group.
