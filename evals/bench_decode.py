@@ -189,14 +189,17 @@ def check(
     for i in {0, len(lengths) - 1}:
         total = lengths[i] + padding[i]
         held = torch.tensor([lengths[i]], dtype=torch.int32, device=query.device)
-        key, value = (
-            reference.dequantize(
-                planes.map(lambda plane, i=i: plane[i : i + 1]).narrow(total, kv_format.block_size),  # type: ignore[misc]
-                kv_format,
-                lengths=held + padding[i],
-            )[:, :, padding[i] :]
+        own_sides = [
+            planes.map(lambda plane, i=i: plane[i : i + 1]).narrow(total, kv_format.block_size)  # type: ignore[misc]
             for planes, kv_format in zip(sides, formats, strict=True)
+        ]
+        key, value = (
+            reference.dequantize(planes, kv_format, lengths=held + padding[i])[:, :, padding[i] :]
+            for planes, kv_format in zip(own_sides, formats, strict=True)
         )
+        is_dense, _ = reference.dense_tokens(own_sides[0], formats[0], held + padding[i])
+        is_dense = is_dense[:, None, padding[i] : total, None]
+        key = torch.where(is_dense, reference.transform_key(key, transform), key)
         row, own = query[i : i + 1], out[i : i + 1].float()
         expected, _ = reference.decode_attention(
             row.float(), key, value, held, softmax_scale=softmax_scale, key_transform=transform

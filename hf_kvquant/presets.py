@@ -240,8 +240,8 @@ def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVForm
         # rotation still helps there: it spreads the few tokens that are far out in one channel over all channels.
         # Divergence of SmolLM2-135M-Instruct from channel scales alone and with rotation: 0.0027 and 0.0018 at 2,048
         # tokens, 0.0030 and 0.0018 at 8,192 (4 + 32 tokens dense, Wikipedia text that nothing else is measured on).
-        names = TRANSFORMS if key.is_integer else ()
-        return names if key.granularity != "channel" else tuple(name for name in names if name != "center")
+        names: Sequence[str] = TRANSFORMS if key.is_integer else ()
+        return tuple(name for name in names if key.granularity != "channel" or name != "center")
     if isinstance(spelled, str) or not isinstance(spelled, Iterable):
         raise TypeError(
             f"{where}: `transforms` must be a list of names out of {list(TRANSFORMS)}, got {spelled!r}. "

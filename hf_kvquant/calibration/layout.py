@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..models.probing import hooked
+from ..models.probing import hooked, in_float32
 from . import origins
 from .observation import Observation
 from .origins import Output, Probe, Scalable, Source, differs_by_sample, one_for_one, random_samples, replaced
@@ -56,7 +56,11 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     Raises:
         TypeError, NotImplementedError: As `Probe`, or weights cannot be edited in place.
     """
-    probe = Probe(model, origins.SMOOTHING, where)
+    with in_float32(model):  # where which number comes out does not depend on rounding
+        return _found_layouts(Probe(model, origins.SMOOTHING, where))
+
+
+def _found_layouts(probe: Probe) -> tuple[dict[int, LayerLayout], dict[int, str]]:
     left_out = probe.left_out
     chosen: dict[int, tuple[Source, Source]] = {}
     for index, (key, query) in probe.sources("key", "query").items():

@@ -80,7 +80,7 @@ def observations(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> di
     """What reaches attention in one forward, by layer index. `kwargs` are those of `models.probing.forward`."""
     seen: dict[int, list[Observation]] = defaultdict(list)
     with observed(model, lambda observation: seen[observation.layer_idx].append(observation)):
-        forward(model, input_ids, **kwargs)
+        forward(model, input_ids, only_last=True, **kwargs)
     return seen
 
 

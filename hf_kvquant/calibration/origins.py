@@ -143,7 +143,7 @@ class Probe:
 
         with observed(self.model, observe):
             # Models that take no positions count from 0.
-            forward(self.model, input_ids, position_ids=positions.expand(batch, -1))
+            forward(self.model, input_ids, only_last=True, position_ids=positions.expand(batch, -1))
 
     def sources(self, *sides: Side) -> dict[int, tuple[Source | str, ...]]:
         """Per layer and side, the module to edit, or why there is none. Refuses weights that cannot be edited."""

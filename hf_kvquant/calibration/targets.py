@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..cache.support import other_caches
 from ..config import KVQuantConfig
-from ..models.probing import arbitrary_ids, whole_cache
+from ..models.probing import arbitrary_ids, in_float32, whole_cache
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import key_transforms
@@ -132,7 +132,8 @@ def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKey
     """The layers whose keys a cache can transform, by index, and for each other layer the reason."""
     check_decoder(model, where)
     cache = whole_cache(model)
-    seen = observations(model, arbitrary_ids(model, NUM_TOKENS), cache=cache)
+    with in_float32(model):
+        seen = observations(model, arbitrary_ids(model, NUM_TOKENS), cache=cache)
     if not seen:
         raise not_observed(model, where)
     names = {module: name for name, module in model.named_modules()}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..models.probing import forward
+from ..models.probing import forward, in_float32
 from ..models.text_config import positions_of
 from .observation import Observation, observed
 
@@ -112,19 +112,20 @@ def run_windows(
     on_layer: Callable[[Observation, Tensor], None],
     advance: Callable[[int], Any],
 ) -> None:
-    """Run the model over windows, without keeping activations.
+    """Run the model over windows, without keeping activations. See `in_float32` for the dtype that it computes in.
 
     The attention of each of the `layers` is passed to `on_layer`, with `[batch, tokens]` bool on the layer's device,
     True for real tokens. After each batch, `advance` gets its number of tokens.
     """
-    for ids, mask in windows:
+    with in_float32(model):
+        for ids, mask in windows:
 
-        def observe(observation: Observation, mask: Tensor = mask) -> None:
-            if observation.layer_idx in layers:
-                on_layer(observation, mask.to(observation.key.device, torch.bool))
+            def observe(observation: Observation, mask: Tensor = mask) -> None:
+                if observation.layer_idx in layers:
+                    on_layer(observation, mask.to(observation.key.device, torch.bool))
 
-        with observed(model, observe):
-            # Attention is faster without a mask, so one that hides nothing is left out.
-            kwargs: dict[str, Any] = {} if mask.all() else {"attention_mask": mask}
-            forward(model, ids, **kwargs)
-        advance(int(mask.sum()))
+            with observed(model, observe):
+                # Attention is faster without a mask, so one that hides nothing is left out.
+                kwargs: dict[str, Any] = {} if mask.all() else {"attention_mask": mask}
+                forward(model, ids, only_last=True, **kwargs)
+            advance(int(mask.sum()))

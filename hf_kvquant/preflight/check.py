@@ -13,7 +13,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,13 +22,13 @@ from ..calibration.checks import check_decoder
 from ..common.errors import did_you_mean
 from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig, LayerFormats, register_preflight
-from ..models.probing import evaluating
+from ..models.probing import evaluating, in_float32
 from ..patching import check_patchable, patched
 from ..transforms.of_model import key_transforms
 from .budget import cheapest
-from .divergence import LONG_WINDOW, WINDOW, CannotMeasure, Meter, alone, read_text
+from .divergence import LONG_WINDOW, NO_COST, WINDOW, CannotMeasure, Cost, Estimate, Meter, alone, read_text
 from .signals import SHAPES, Finding, KeySignals, read_signals
-from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of
+from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of, remember
 
 # The presets to pick from, the smallest first. With a budget, all presets are.
 LADDER = ("int4", "int4-channel", "k8v4", "int8", "none")
@@ -42,6 +42,8 @@ LADDER = ("int4", "int4-channel", "k8v4", "int8", "none")
 GOAL = 0.05
 LIMIT = 0.15
 LAYER_SHARE = 0.2
+
+Found = TypeVar("Found")
 
 
 def run_preflight(
@@ -97,12 +99,16 @@ def run_preflight(
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
     with show_progress(where, is_shown=progress) as tell, torch.no_grad(), evaluating(model), patched(model, "none"):
         tell(doing="weights")
-        signals, left_out = read_signals(model, config, where=where)
-        check = _Check(model, rungs, max_kld, lambda text: tell(doing=text), where, signals, left_out)
-        if measure and signals:
-            check.prepare(tokenizer, texts, config)
-        result = check.result(config, bits)
-    return result if measure else dataclasses.replace(result, unmeasured="measure=False skips this.")
+        with in_float32(model) as stored_as:
+            signals, left_out = read_signals(model, config, where=where)
+            check = _Check(model, rungs, max_kld, lambda text: tell(doing=text), where, signals, left_out, stored_as)
+            if measure and signals:
+                check.prepare(tokenizer, texts, config)
+            result = check.result(config, bits)
+    if not measure:
+        return dataclasses.replace(result, unmeasured="measure=False skips this.")
+    remember(model, result)
+    return result
 
 
 Rungs = Mapping[str, KVQuantConfig]  # the presets to pick from, by name
@@ -168,10 +174,12 @@ class _Check:
     where: str
     signals: Mapping[int, KeySignals]
     left_out: Mapping[int, str]
+    stored_as: torch.dtype | None  # the dtype of caches, if the model is measured in another one
     meter: Meter | None = None  # measures divergences; `None` where nothing can be measured
     source: str = ""  # what text it measures on
     unmeasured: str = ""  # or why nothing can be measured
-    known: dict[tuple[int, LayerFormats], float | str] = dataclasses.field(default_factory=dict)
+    known: dict[tuple[int, LayerFormats], Estimate | str] = dataclasses.field(default_factory=dict)
+    wholes: list[tuple[KVQuantConfig, Cost | None]] = dataclasses.field(default_factory=list)
 
     def result(self, given: KVQuantConfig | None, budget: float | None = None) -> Preflight:
         """Check the given config, or pick one, within a budget of bits per stored number if there is one."""
@@ -182,7 +190,8 @@ class _Check:
         else:
             config, remedy = self.picked(), "End `presets` with 'none'"
         layers = tuple(self.layer(index, config.formats(index)) for index in self.signals)
-        kld = self.whole(config)
+        cost = self.whole(config)
+        kld = None if cost is None else cost.kld.mean
         problems = _problems(layers, kld, remedy, is_given=given is not None)
         return Preflight(
             where=self.where,
@@ -190,6 +199,7 @@ class _Check:
             layers=layers,
             left_out=self.left_out,
             kld=kld,
+            cost=cost,
             bits=self.bits(config),
             budget=budget,
             num_tokens=0 if self.meter is None else self.meter.num_scored,
@@ -209,35 +219,43 @@ class _Check:
         try:
             ids, self.source = read_text(self.model, tokenizer, texts, self.say, window=window, where=self.where)
             self.say("the unquantised cache")
-            self.meter = Meter(self.model, ids)
+            self.meter = Meter(self.model, ids, self.stored_as)
         except CannotMeasure as error:
             self.unmeasured = str(error)
 
-    def kld(self, index: int, formats: LayerFormats) -> float | str:
+    def kld(self, index: int, formats: LayerFormats) -> Estimate | str:
         """The divergence with only this layer quantised, or why it was not measured."""
         if (index, formats) not in self.known:
             self.say(f"layer {index}, {name_of(formats)}")
-            self.known[index, formats] = self._measured(alone(index, formats))
+            self.known[index, formats] = self._measured(
+                lambda meter: meter.kld(index, formats), formats, nothing=Estimate(0.0, 0.0)
+            )
         return self.known[index, formats]
 
-    def whole(self, config: KVQuantConfig) -> float | None:
-        """The divergence of a config; `None` if it was not measured."""
-        self.say("all layers")
-        kld = self._measured(dataclasses.replace(config, static=False, max_cache_len=None, offloading=False))
-        return kld if isinstance(kld, float) else None
+    def whole(self, config: KVQuantConfig) -> Cost | None:
+        """What a config costs; `None` if it was not measured."""
+        found = [cost for known, cost in self.wholes if known == config]  # configs cannot be keys of dictionaries
+        if not found:
+            self.say("all layers")
+            plain = dataclasses.replace(config, static=False, max_cache_len=None, offloading=False)
+            formats = [plain.formats(index) for index in self.signals]
+            cost = self._measured(lambda meter: meter.cost(plain), *formats, nothing=NO_COST)
+            found = [None if isinstance(cost, str) else cost]
+            self.wholes.append((config, found[0]))
+        return found[0]
 
-    def _measured(self, config: KVQuantConfig) -> float | str:
-        formats = [config.formats(index) for index in self.signals]
+    def _measured(self, measure: Callable[[Meter], Found], *formats: LayerFormats, nothing: Found) -> Found | str:
+        """What is measured of formats, or why it is not. Formats that quantise nothing cost `nothing`."""
         if self.meter is None:
             return self.unmeasured
         if not any(each.is_quantized for each in formats):
-            return 0.0
+            return nothing
         if not all(map(self.meter.reads_codes, formats)):
             is_windowed = any(each.sink_length or each.residual_length for each in formats)
             why = "read codes behind the dense tokens" if is_windowed else "fill a block of keys"
             return f"the texts give windows of {self.meter.longest} tokens, too few to {why}"
         try:
-            return self.meter.kld(config)
+            return measure(self.meter)
         except CannotMeasure as error:
             return str(error)
 
@@ -250,7 +268,7 @@ class _Check:
         if self.meter is None:
             return not self.findings(index, formats)
         kld = self.kld(index, formats)
-        return isinstance(kld, float) and kld <= LAYER_SHARE * self.max_kld
+        return isinstance(kld, Estimate) and kld.mean <= LAYER_SHARE * self.max_kld
 
     def layer(self, index: int, formats: LayerFormats) -> LayerCheck:
         kld = self.kld(index, formats)
@@ -263,8 +281,9 @@ class _Check:
             layer_idx=index,
             formats=formats,
             signals=self.signals[index],
-            kld=kld if isinstance(kld, float) else None,
-            tried=tuple((name_of(other), value) for other, value in others.items() if isinstance(value, float)),
+            kld=kld.mean if isinstance(kld, Estimate) else None,
+            error=kld.error if isinstance(kld, Estimate) else None,
+            tried=tuple((name_of(other), value.mean) for other, value in others.items() if isinstance(value, Estimate)),
             findings=tuple(self.findings(index, formats)),
             unmeasured=kld if isinstance(kld, str) else "",
         )
@@ -278,13 +297,13 @@ class _Check:
         }
         while True:
             config = self._config_of({index: usable[index][place] for index, place in places.items()})
-            kld = self.whole(config)
+            cost = self.whole(config)
             movable = [index for index, place in places.items() if place + 1 < len(usable[index])]
-            if kld is None or kld <= self.max_kld or not movable:
+            if cost is None or cost.kld.mean <= self.max_kld or not movable:
                 return config
             # Divergences add up over layers, so move the quarter with the largest to their next format.
             costs = {index: self.kld(index, usable[index][places[index]]) for index in movable}
-            movable.sort(key=lambda index: -cost if isinstance(cost := costs[index], float) else 0.0)
+            movable.sort(key=lambda index: -kld.mean if isinstance(kld := costs[index], Estimate) else 0.0)
             for index in movable[: max(1, len(places) // 4)]:
                 places[index] += 1
 
@@ -292,11 +311,39 @@ class _Check:
         """The presets whose divergences, layer by layer, have the smallest sum within a budget of bits per number."""
         if not self.signals:
             return self._config_of({})
-        choices = {index: self._measured_choices(index) for index in self.signals}
         assert self.meter is not None
-        num_values = sum(self.meter.sizes(index, formats[0][0])[1] for index, formats in choices.items())
+        # What is not measured yet costs nothing, which is the least possible. If all that is picked is measured, then
+        # nothing else can have a smaller sum, and nothing else needs to be measured.
+        costs = {index: dict.fromkeys(self._usable(index), 0.0) for index in self.signals}
+        unknown = {(index, formats) for index, choices in costs.items() for formats in choices}
+        while True:
+            picked = self._cheapest(costs, budget)
+            news = [each for each in picked.items() if each in unknown]
+            if not news:
+                return self._config_of(picked)
+            for index, formats in news:
+                unknown.remove((index, formats))
+                kld = self.kld(index, formats)
+                if isinstance(kld, Estimate):
+                    costs[index][formats] = kld.mean
+                    continue
+                del costs[index][formats]
+                if not costs[index]:
+                    raise ValueError(
+                        f"{self.where}: `bits` must be left out unless layer {index} can be measured, got no "
+                        f"divergence: {kld.rstrip('.')}. Pass other `texts`, or name a preset."
+                    )
+
+    def _cheapest(self, costs: Mapping[int, Mapping[LayerFormats, float]], budget: float) -> dict[int, LayerFormats]:
+        """The formats of each layer that cost the least in all, within a budget of bits per number."""
+        assert self.meter is not None
+        sizes = {
+            index: {formats: self.meter.sizes(index, formats) for formats in choices}
+            for index, choices in costs.items()
+        }
+        num_values = sum(next(iter(each.values()))[1] for each in sizes.values())
         table = [
-            [(self.meter.sizes(index, formats)[0], kld) for formats, kld in found] for index, found in choices.items()
+            [(sizes[index][formats][0], cost) for formats, cost in choices.items()] for index, choices in costs.items()
         ]
         # A millionth of a byte forgives the rounding of the product.
         places = cheapest(table, math.floor(budget * num_values / 8 + 1e-6))
@@ -306,23 +353,7 @@ class _Check:
                 f"{self.where}: `bits` must be at least {math.ceil(smallest * 1e4 - 1e-6) / 1e4:g} with `presets` "
                 f"{list(self.rungs)}, got {budget:g}. Allow more bits, or add a smaller preset."
             )
-        return self._config_of({index: choices[index][place][0] for index, place in zip(choices, places, strict=True)})
-
-    def _measured_choices(self, index: int) -> list[tuple[LayerFormats, float]]:
-        """The presets' formats that fit a layer and can be measured, each with its divergence."""
-        found, reason = [], ""
-        for formats in dict.fromkeys(self._usable(index)):
-            kld = self.kld(index, formats)
-            if isinstance(kld, str):
-                reason = kld
-            else:
-                found.append((formats, kld))
-        if not found:
-            raise ValueError(
-                f"{self.where}: `bits` must be left out unless layer {index} can be measured, got no divergence: "
-                f"{reason.rstrip('.')}. Pass other `texts`, or name a preset."
-            )
-        return found
+        return {index: list(costs[index])[place] for index, place in zip(costs, places, strict=True)}
 
     def bits(self, config: KVQuantConfig) -> float | None:
         """Mean bits of a stored number in the layers that are quantised, or could be; `None` if nothing was stored."""

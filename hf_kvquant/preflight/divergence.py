@@ -6,9 +6,10 @@ fills the cache, then chunks whose queries read codes, as in `generate` or a con
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from ..models.probing import chunks_of, forward
 from ..models.text_config import positions_of, text_config_of
 from ..spec.layout import KVLayout, Shape
 from ..transforms.of_model import key_transforms
+from .replay import Replay
 from .signals import reason_of
 
 # The text: this many windows of this many tokens, fed in chunks of this size after the first token. Divergences of int4
@@ -41,6 +43,8 @@ LONG_WINDOW = NUM_WINDOWS * WINDOW
 # what queries see are codes.
 BLOCK_MARGIN = 0.5
 DENSE_TIMES = 4
+# The share of the text, at its end, on which single layers are measured.
+TAIL_SHARE = 0.25
 
 
 def alone(index: int, formats: LayerFormats) -> KVQuantConfig:
@@ -112,36 +116,110 @@ def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
     return logits
 
 
+class Estimate(NamedTuple):
+    """A mean over tokens and its standard error, which is infinite if the mean is."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, each: Tensor) -> Estimate:
+        """The estimate from a number for each token, 1-d."""
+        each = each.double()
+        mean, error = float(each.mean()), float(each.std()) / len(each) ** 0.5 if len(each) > 1 else 0.0
+        return cls(mean, error) if math.isfinite(mean) else cls(math.inf, math.inf)
+
+
+class Cost(NamedTuple):
+    """What a config costs on a text, against the unquantised cache."""
+
+    kld: Estimate  # KL divergence of the next token, in nats
+    same: Estimate  # share of tokens after which the most likely next token is the same
+    perplexity: Estimate  # relative change of the perplexity of the text: .01 is 1 % more
+
+    def __str__(self) -> str:
+        same, perplexity = self.same, self.perplexity
+        return (
+            f"the same next token after {same.mean:.1%} ± {100 * same.error:.1f} of tokens, perplexity "
+            f"{perplexity.mean:+.1%} ± {100 * perplexity.error:.1f}"
+        )
+
+
+NO_COST = Cost(Estimate(0.0, 0.0), Estimate(1.0, 0.0), Estimate(0.0, 0.0))  # of a config that quantises nothing
+
+
 class Meter:
     """Feeds one text (`ids`, `[windows, tokens]`) to caches of a patched model, and compares logits.
 
     They are compared with those of our cache without quantisation. A cache of transformers would sum in another order.
     With ours, layers before the quantised one are the same to the bit, so measurements in 16 bits show the format
     instead of that noise.
+
+    That is also why one layer alone costs less to measure than all (`Replay`): the layers before it are not run.
+
+    Args:
+        model: Patched.
+        ids: The text.
+        stored_as: The dtype of caches, if the model computes in another one while it is measured. See `in_float32`.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, ids: Tensor, stored_as: torch.dtype | None = None) -> None:
+        self.model, self.ids = model, ids
         self.chunks = chunks_of(ids, 1, CHUNK)
         self.num_scored = ids[:, 1:].numel()
         self.longest = ids.shape[1]
+        self._stored_as = stored_as
         self._stored: dict[int, tuple[Shape, torch.dtype]] = {}  # by layer: the shape and dtype of its cache
-        self.reference = list(self._run(KVQuantConfig.from_preset("none")))
+        # Single layers are measured on the last quarter of the text.
+        self._num_last = max(1, round(TAIL_SHARE * (len(self.chunks) - 1)))
+        cache = self._cache(KVQuantConfig.from_preset("none"))
+        self._replay = Replay.of(model, cache, len(self.chunks) - self._num_last)
+        with contextlib.nullcontext() if self._replay is None else self._replay.recording():
+            self.reference = list(self._run(cache))
         if any(bool(logits.float().log_softmax(-1).isnan().any()) for logits in self.reference):
             raise CannotMeasure("its logits are not finite. Check the checkpoint, or load it in bfloat16 or float32.")
+        if self._replay is not None and not self._is_replayed(0, len(cache.layers) - 1):
+            self._replay = None
 
-    def kld(self, config: KVQuantConfig) -> float:
-        """Mean KL divergence in nats per token; infinite if the logits contain NaN.
+    def cost(self, config: KVQuantConfig) -> Cost:
+        """What a config costs.
 
         Raises:
             CannotMeasure: The model cannot be run with this config.
         """
-        total = 0.0
-        for reference, logits in zip(self.reference, self._run(config), strict=True):
-            # Padding of the vocabulary may have logits of minus infinity; clamping keeps them from giving NaN.
-            exact, other = (x.float().log_softmax(-1).clamp(min=-1e4) for x in (reference, logits))
-            total += float(F.kl_div(other, exact, log_target=True, reduction="sum"))
-        return total / self.num_scored if math.isfinite(total) else math.inf
+        divergences, same, losses = [], [], []
+        start = 1
+        for reference, logits in zip(self.reference, self._run(self._cache(config)), strict=True):
+            exact, other = _log_probabilities(reference), _log_probabilities(logits)
+            divergences.append(_divergences(exact, other))
+            same.append((exact.argmax(-1) == other.argmax(-1)).flatten())
+            # What was said next; nothing is known of it behind the last token.
+            said = self.ids[:, start + 1 : start + 1 + exact.shape[1], None].to(exact.device)
+            change = (exact - other)[:, : said.shape[1]].gather(2, said)
+            losses.append(change.flatten())
+            start += exact.shape[1]
+        loss = Estimate.of(torch.cat(losses))
+        ratio = math.exp(min(loss.mean, 700.0))
+        perplexity = Estimate(ratio - 1, ratio * loss.error)
+        return Cost(Estimate.of(torch.cat(divergences)), Estimate.of(torch.cat(same)), perplexity)
+
+    def kld(self, index: int, formats: LayerFormats) -> Estimate:
+        """Mean KL divergence in nats per token with only one layer quantised; infinite if the logits contain NaN.
+
+        It is that of the last quarter of the text. What precedes it is read as `generate` reads a prompt: exactly, and
+        then quantised. Where a layer cannot be measured that way, it is measured like a config, on the whole text.
+
+        Raises:
+            CannotMeasure: The model cannot be run with these formats.
+        """
+        config = alone(index, formats)
+        if self._replay is None:
+            return self.cost(config).kld
+        found = [
+            _divergences(_log_probabilities(reference), _log_probabilities(logits))
+            for reference, logits in zip(self.reference[-self._num_last :], self._replayed(config, index), strict=True)
+        ]
+        return Estimate.of(torch.cat(found))
 
     def sizes(self, index: int, formats: LayerFormats) -> tuple[int, int]:
         """Bytes that a token takes in a layer in these formats, scales and zeros included, and how many numbers."""
@@ -155,20 +233,53 @@ class Meter:
         needed = DENSE_TIMES * num_dense + (1 + BLOCK_MARGIN) * (formats.key.block_size or 0)
         return self.longest >= needed or positions_of(self.model, LONG_WINDOW) < needed
 
-    def _run(self, config: KVQuantConfig) -> Iterator[Tensor]:
+    def _cache(self, config: KVQuantConfig) -> KVQuantCache:
+        return KVQuantCache(self.model.config, config, key_transforms=key_transforms(self.model, config))
+
+    def _run(self, cache: KVQuantCache) -> Iterator[Tensor]:
         """Logits of all chunks but the first, which fills the cache."""
-        cache = KVQuantCache(self.model.config, config, key_transforms=key_transforms(self.model, config))
         for number, chunk in enumerate(self.chunks):
             logits = _logits(self.model, chunk, cache)
             if number > 0:
                 yield logits
+        self._check_read(cache)
+
+    def _replayed(self, config: KVQuantConfig, first: int) -> Iterator[Tensor]:
+        """Logits of the last quarter of the text, for which layers before `first` are not run."""
+        assert self._replay is not None
+        cache = self._cache(config)
+        with self._replay.playing(cache, first):
+            for chunk in self.chunks[-self._num_last :]:
+                yield _logits(self.model, chunk, cache)
+        self._check_read(cache)
+
+    def _is_replayed(self, *firsts: int) -> bool:
+        """Whether a replay that begins at these layers gives the logits that were recorded, to the bit."""
+        none = KVQuantConfig.from_preset("none")
+        try:
+            replayed = [list(self._replayed(none, first)) for first in firsts]
+        except CannotMeasure:
+            return False
+        return all(all(map(torch.equal, each, self.reference[-self._num_last :])) for each in replayed)
+
+    def _check_read(self, cache: KVQuantCache) -> None:
         for index, layer in enumerate(cache.layers):
             # Attention sees tokens only through the cache, so a layer that holds all tokens has had them all read.
             if not isinstance(layer, KVQuantLayer):
                 continue
             if layer.storage.dtype is not None:
-                self._stored[index] = layer.storage.shape, layer.storage.dtype
+                self._stored[index] = layer.storage.shape, self._stored_as or layer.storage.dtype
             if not layer.storage.is_quantized:
                 continue
             if layer.storage.length != self.longest:
                 raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {self.longest} tokens")
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    # Padding of the vocabulary may have logits of minus infinity; clamping keeps them from giving NaN.
+    return logits.float().log_softmax(-1).clamp(min=-1e4)
+
+
+def _divergences(exact: Tensor, other: Tensor) -> Tensor:
+    """The divergence of each token, 1-d."""
+    return F.kl_div(other, exact, log_target=True, reduction="none").sum(-1).flatten()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from ..common.tables import plain, table_of
 from ..config import PRESETS, KVQuantConfig, LayerFormats
 from ..presets import preset_formats
+from ..state import state_of
+from .divergence import Cost
 from .signals import SHAPES, Finding, KeySignals
 
 logger = logging.getLogger(__name__)
@@ -51,6 +56,7 @@ class LayerCheck:
     signals: KeySignals
     # Mean KL divergence in nats per token with only this layer quantised; `None` if it was not measured.
     kld: float | None
+    error: float | None  # its standard error over tokens
     tried: tuple[tuple[str, float], ...]  # names of the other formats that were measured, each with its divergence
     findings: tuple[Finding, ...]  # signals of the weights that exceed their limits for these formats
     unmeasured: str  # why the divergence is missing, if it was asked for
@@ -78,6 +84,8 @@ class Preflight:
         layers: The layers whose cache would be quantised, in order.
         left_out: Per layer whose cache is left to transformers, the reason.
         kld: Mean KL divergence in nats per token of the whole config; `None` if it was not measured.
+        cost: The same with its standard error, with the share of tokens after which the most likely next token is the
+            same, and with the change of the perplexity.
         bits: Mean bits of a stored number of these layers, scales and zeros counted, dense windows not; `None` if
             nothing was measured.
         budget: The most bits that were allowed, if they were.
@@ -93,6 +101,7 @@ class Preflight:
     layers: tuple[LayerCheck, ...]
     left_out: Mapping[int, str]
     kld: float | None
+    cost: Cost | None
     bits: float | None
     budget: float | None
     num_tokens: int
@@ -180,6 +189,15 @@ class Preflight:
         left_out = [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
         return "\n".join([*plain(self.table()), *left_out, *self.notes()])
 
+    def described_cost(self) -> str:
+        """What all layers together cost, in a sentence."""
+        assert self.cost is not None
+        kld = self.cost.kld
+        return (
+            f"All layers together: {self.cost}, {kld.mean:.2e} ± {kld.error:.0e} nats per token, over "
+            f"{self.num_tokens:,} tokens of {self.source}."
+        )
+
     def notes(self) -> list[str]:
         """The notes below the table, one per line."""
         shapes = {(layer.signals.head_dim, layer.signals.num_q_per_kv) for layer in self.layers}
@@ -191,10 +209,8 @@ class Preflight:
         if self.bits is not None:
             allowed = "" if self.budget is None else f", of {self.budget:g} allowed"
             notes.append(f"Keys and values take {self.bits:.4g} bits per number on average{allowed}.")
-        if self.kld is not None:
-            notes.append(
-                f"All layers together: {self.kld:.2e} nats per token, over {self.num_tokens:,} tokens of {self.source}."
-            )
+        if self.cost is not None:
+            notes.append(self.described_cost())
         elif self.unmeasured:
             notes.append(f"Divergences were not measured: {self.unmeasured}")
         shape_findings = {x.detail for layer in self.layers for x in layer.findings if x.signal in SHAPES}
@@ -203,13 +219,42 @@ class Preflight:
         return notes + [f"Unknown: {reason}" for reason in sorted(unknown)]
 
 
+def remember(model: PreTrainedModel, result: Preflight) -> None:
+    """Keep what a pre-flight has measured, for `measured`."""
+    if result.cost is not None:
+        known = _measured.setdefault(model, [])
+        known[:] = [(state, each) for state, each in known if each.config != result.config]
+        known.append((_calibration_of(model), result))
+
+
+def measured(model: PreTrainedModel, config: KVQuantConfig) -> Preflight | None:
+    """The newest pre-flight of this process that measured a config on a model, unless the model was calibrated since.
+
+    Weights that were changed by others are not noticed.
+    """
+    state = _calibration_of(model)
+    for other, result in _measured.get(model, ()):
+        if result.config == config and all(map(operator.is_, other, state)):
+            return result
+    return None
+
+
+# By model, what was measured, each with the state of its calibration at that time.
+_measured: WeakKeyDictionary[PreTrainedModel, list[tuple[tuple[Any, ...], Preflight]]] = WeakKeyDictionary()
+
+
+def _calibration_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    state = state_of(model)
+    return state.transforms, state.smoothing, state.value_rotation, state.folded
+
+
 def cells(layer: LayerCheck) -> tuple[str, str, str]:
     """Key bias, channels and divergence of a layer, as tables show them; `?` if unknown."""
     bias, channels = layer.signals.bias_ratio(None), layer.signals.channel_ratio
     return (
         "?" if bias is None else f"{bias:.2f}",
         "?" if channels is None else f"{channels:.1f}",
-        "-" if layer.kld is None else f"{layer.kld:.1e}",
+        "-" if layer.kld is None else f"{layer.kld:.1e} ± {layer.error or 0:.0e}",
     )
 
 
