@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from .attention import unregistered as own_attention
 from .attention.registry import implementation_name, is_ours, set_attention
 from .batching import hook as batching
 from .cache.support import check_model
-from .config import DEFAULT_PRESET, KVQuantConfig
+from .config import DEFAULT_PRESET, KVQuantConfig, register_preflight
 from .generate.hook import HOOK, asks_for_us, check_folded, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
@@ -45,6 +46,9 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     before. Patching again replaces the config. With `static=True` the model keeps the buffers of a call until
     `unpatch`, so that the next call reuses them and the compiled steps. Steps captured with `capture=True` are kept,
     too. If weights, modules, hooks or adapters change, the next call captures new ones.
+
+    With keys of 4 bits or fewer, a look at some weights tells whether the model needs calibration first. If so, the log
+    says it in one line (`preflight/hint.py`).
 
     Args:
         model: A transformers model with a decoder. In an encoder-decoder, the self-attention cache is quantised.
@@ -79,7 +83,21 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
             "outside transformers' registry. Pass static=True instead, and generate compiles."
         )
     _install(model, Patch(config, previous))
+    formats = (config, *config.layers.values())
+    if any(each.key.is_quantized and each.key.bits <= _FEW_BITS for each in formats):
+        _preflight("hint").tell(model, config)
     return model
+
+
+_FEW_BITS = 4  # keys with more are left alone by what makes keys hard to quantise
+
+
+def _preflight(module: str) -> Any:
+    """A module of the pre-flight. It is above this file and imports it, so it is looked up when it is needed."""
+    return importlib.import_module(f".preflight.{module}", __package__)
+
+
+register_preflight(lambda *args, **options: _preflight("check").run_preflight(*args, where="for_model", **options))
 
 
 def _install(model: PreTrainedModel, patch: Patch | None) -> None:

@@ -124,6 +124,30 @@ def test_a_tighter_goal_takes_more_bits() -> None:
 
 
 @pytest.mark.parametrize("preset", ["k4v2", "int2"])
+@pytest.mark.parametrize("bits, most", [(None, 6), (4.5, 8)])
+def test_few_tokens_are_run(bits: float | None, most: int) -> None:
+    """A layer is measured at the end of the text alone, and layers before it are not run."""
+    model = build(num_hidden_layers=4, max_position_embeddings=256)
+    options: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()], "presets": ["int4", "int8", "none"]}
+    run_layers: list[int] = []
+    num_tokens = [0] * 4
+    hooks = [
+        layer.self_attn.o_proj.register_forward_hook(
+            lambda module, args, output, index=index: num_tokens.__setitem__(
+                index, num_tokens[index] + output.shape[0] * output.shape[1]
+            )
+        )
+        for index, layer in enumerate(model.model.layers)
+    ]
+    result = run_preflight(model, bits=bits, max_kld=0.5 if bits is None else preflight.GOAL, **options)
+    for hook in hooks:
+        hook.remove()
+    num_measured = sum(1 + len(layer.tried) for layer in result.layers)
+    assert not run_layers and num_tokens == sorted(num_tokens) and num_tokens[0] < num_tokens[3]
+    # The text is read unquantised, then quantised as a whole; each layer reads a quarter of it.
+    assert num_tokens[3] - num_tokens[0] < 0.3 * num_measured * result.num_tokens
+
+
 def test_dense_windows_of_a_preset_are_picked_with_it(preset: str) -> None:
     # Weights alone speak against four bits and fewer below head_dim 128.
     result = run_preflight(build(head_dim=128), presets=[preset, "none"], measure=False)
@@ -140,7 +164,7 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
     class Meter:
         num_scored, longest = 1, 256
 
-        def __init__(self, model: Any, ids: Tensor) -> None:
+        def __init__(self, model: Any, ids: Tensor, stored_as: Any) -> None:
             pass
 
         def reads_codes(self, formats: Any) -> bool:
@@ -149,10 +173,14 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
         def sizes(self, index: int, formats: Any) -> tuple[int, int]:
             return 68, 128
 
-        def kld(self, config: KVQuantConfig) -> float:
+        def kld(self, index: int, formats: Any) -> divergence.Estimate:
+            return self.cost(divergence.alone(index, formats)).kld
+
+        def cost(self, config: KVQuantConfig) -> divergence.Cost:
             names = [verdict.name_of(config.formats(index)) for index in range(2)]
             weights = (3.0, 2.9) if "none" not in names else (1.0, 0.9)
-            return sum(weight * costs.get(name, 0.0) for weight, name in zip(weights, names, strict=True))
+            kld = sum(weight * costs.get(name, 0.0) for weight, name in zip(weights, names, strict=True))
+            return divergence.NO_COST._replace(kld=divergence.Estimate(kld, 0.0))
 
     monkeypatch.setattr(preflight, "Meter", Meter)
     result = run_preflight(build(), presets=["int4", "int8"], max_kld=0.05)
@@ -313,9 +341,12 @@ def test_a_format_that_gives_no_numbers_is_ruin(monkeypatch: pytest.MonkeyPatch)
     ids = torch.randint(3, models.VOCAB_SIZE, (2, 40))
     with hf_kvquant.patched(model, "none"), torch.no_grad():
         meter = divergence.Meter(model, ids)
-        assert meter.kld(KVQuantConfig.from_preset("none")) == 0
-        monkeypatch.setattr(meter, "_run", lambda config: iter([logits * math.nan for logits in meter.reference]))
-        assert meter.kld(KVQuantConfig.from_preset("int8")) == math.inf
+        assert meter.cost(KVQuantConfig.from_preset("none")) == divergence.NO_COST
+        for name in ("_run", "_replayed"):
+            ruined = [logits * math.nan for logits in meter.reference]
+            monkeypatch.setattr(meter, name, lambda *arguments, ruined=ruined: iter(ruined))
+        config = KVQuantConfig.from_preset("int8")
+        assert meter.cost(config).kld.mean == meter.kld(0, config.formats(0)).mean == math.inf
 
 
 def test_models_that_cannot_be_patched_are_refused_as_ever() -> None:
@@ -377,9 +408,11 @@ def test_eight_bits_bear_more() -> None:
 def test_a_rotation_is_not_all_that_outliers_want() -> None:
     """Rotated outliers are no reason to refuse, but one to pick something else where nothing is measured."""
     model = with_outliers(16.0)
-    assert run_preflight(model, measure=False).spelled() == "'int4-channel'"
-    result = run_preflight(model, "int4", measure=False)
-    assert result.is_safe and "projection rows of 1" in result.layers[0].remarks()
+    assert run_preflight(model, measure=False).spelled() == "'k8v4'"
+    for preset, limit in (("int4", 8), ("int4-channel", 12)):
+        result = run_preflight(model, preset, measure=False)
+        assert result.is_safe and "projection rows of 1" in result.layers[0].remarks()
+        assert f"limit {limit}" in result.layers[0].remarks()
 
 
 def test_small_heads() -> None:
@@ -398,7 +431,7 @@ def test_the_reference_model_and_its_killers() -> None:
         return AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
 
     assert run_preflight(load(), UNTRANSFORMED, measure=False).is_safe
-    assert run_preflight(load(), measure=False).spelled() == "'int4'"
+    assert run_preflight(load(), measure=False).spelled() == "'int4-channel'"
     for spoil, config in ((inject_key_bias, ROTATED), (inject_key_outliers, UNTRANSFORMED)):
         model = load()
         spoil(model)
@@ -465,7 +498,7 @@ def test_a_model_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_room_for_a_format_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, config: KVQuantConfig) -> float:
+    def fail(self: Any, *arguments: Any) -> float:
         raise divergence.CannotMeasure("the model could not be run (no room)")
 
     monkeypatch.setattr(divergence.Meter, "kld", fail)
@@ -530,7 +563,7 @@ def test_blocks_need_texts_that_fill_them() -> None:
     [
         (
             {"presets": "int4"},
-            r"run_preflight: `presets` must be a list of names, got 'int4'\. The default is \['int4', ",
+            r"run_preflight: `presets` must be a list of names, got 'int4'\. The default is \['int4-channel', ",
         ),
         ({"presets": []}, r"run_preflight: `presets` must be a list of names, got \[\]\."),
         (
@@ -581,8 +614,8 @@ def test_the_model_is_as_it_was(is_patched: bool, monkeypatch: pytest.MonkeyPatc
         KVQuantConfig.for_model(model, UNTRANSFORMED)
     check()
 
-    def interrupt(self: Any, config: KVQuantConfig) -> float:
-        for _ in self._run(config):
+    def interrupt(self: Any, index: int, formats: Any) -> float:
+        for _ in self._replayed(divergence.alone(index, formats), index):
             raise KeyboardInterrupt
         return 0.0
 

@@ -26,10 +26,10 @@ from transformers.models.llama import modeling_llama
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, SmoothingResult, load_smoothing, smooth_attention, unsmooth
+from hf_kvquant.attention.observation import Observation, observed
 from hf_kvquant.calibration import folding, search, smoothing, smoothing_file, targets
 from hf_kvquant.calibration.folding import exact_exponents, scale_keys
 from hf_kvquant.calibration.layout import LayerLayout, find_layouts, tie
-from hf_kvquant.calibration.observation import Observation, observed
 from hf_kvquant.calibration.search import KeyStatistics, collect
 from hf_kvquant.calibration.text import read_windows
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers

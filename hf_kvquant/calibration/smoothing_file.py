@@ -77,7 +77,7 @@ class LayerSmoothing:
         return torch.frexp(self.factor)[1].long() - 1
 
 
-def _numbered(indices: Sequence[int]) -> str:
+def numbered(indices: Sequence[int]) -> str:
     """`layer 1`, or `layers 0, 2-31`."""
     runs: list[list[int]] = []
     for index in indices:
@@ -144,11 +144,11 @@ class SmoothingResult:
         reasons: dict[str, list[int]] = {}
         for index, reason in self.left_out.items():
             reasons.setdefault(reason.rstrip("."), []).append(index)
-        lines = [f"Left out: {_numbered(indices)}: {reason}." for reason, indices in reasons.items()]
+        lines = [f"Left out: {numbered(indices)}: {reason}." for reason, indices in reasons.items()]
         limited = [layer.layer_idx for layer in self.layers if layer.is_limited]
         if limited:
             lines.append(
-                f"The dtype had no room for all factors in {_numbered(limited)}. Load the model in float32 for more."
+                f"The dtype had no room for all factors in {numbered(limited)}. Load the model in float32 for more."
             )
         formats = ", ".join(sorted(set(self.key_formats.values())))
         return [
@@ -168,12 +168,12 @@ class SmoothingResult:
         parts = []
         for placement, where in places.items():
             indices = [layer.layer_idx for layer in self.layers if layer.placement == placement and layer.is_smoothed]
-            parts += [f"{where} {_numbered(indices)}"] if indices else []
+            parts += [f"{where} {numbered(indices)}"] if indices else []
         if not parts:
             return "Factors lower the error of no layer enough to be worth it."
         text = f"Factors are {' and '.join(parts)}."
         rest = [layer.layer_idx for layer in self.layers if layer.placement != "none" and not layer.is_smoothed]
-        return text + (f" They lower the error of {_numbered(rest)} too little to be worth it." if rest else "")
+        return text + (f" They lower the error of {numbered(rest)} too little to be worth it." if rest else "")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that `load` reads, or overwrite it. Its folder must exist."""
