@@ -119,6 +119,7 @@ class ModelNotes:
         assisted: The assisted call that this model or its assistant is to make static caches for.
         fusion: Which kernels of the model are fused in captured steps; `None` before the first one.
         bias_centers: Centres found in the key biases; `None` before they are looked for.
+        balancing: Smoothing factors of heads with large outliers; `None` before they are looked for.
         num_kv_heads: By layer, how many key-value heads this rank computes; `None` before they are counted.
         manager: Weak reference to the newest manager of continuous batching; `None` before the first one.
         is_told: Whether the log says that the model attends to dequantised tensors.
@@ -132,6 +133,7 @@ class ModelNotes:
         self.assisted: Assisted | None = None
         self.fusion: Any = None
         self.bias_centers: dict[int, Tensor] | None = None
+        self.balancing: dict[int, Tensor] | None = None
         self.num_kv_heads: dict[int, int] | None = None
         self.manager: Any = None
         self.is_told = False

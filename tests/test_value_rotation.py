@@ -21,9 +21,9 @@ from transformers.models.llama import modeling_llama
 
 import hf_kvquant
 from hf_kvquant import rotate_values, unrotate_values
+from hf_kvquant.attention.observation import NAME
 from hf_kvquant.calibration import value_rotation
 from hf_kvquant.calibration.layout import find_value_layouts
-from hf_kvquant.calibration.observation import NAME
 from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.spec import reference
 from hf_kvquant.upstream.releases import with_cache

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attention.observation import Observation, observed
 from ..models.adapters import without_adapters
 from ..models.probing import evaluating, forward
 from .layout import LayerLayout
-from .observation import Observation, observed
 from .origins import Scalable
 from .text import CHECK_TOKENS
 

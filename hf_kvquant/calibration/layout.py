@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..attention.observation import Observation
 from ..models.probing import hooked, in_float32
 from . import origins
-from .observation import Observation
 from .origins import Output, Probe, Scalable, Source, differs_by_sample, one_for_one, random_samples, replaced
 
 

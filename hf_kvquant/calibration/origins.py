@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..attention.observation import Observation, not_observed, observed
 from ..cache.support import other_caches
 from ..models.adapters import is_adapter
 from ..models.probing import arbitrary_ids, forward, hooked
 from ..models.text_config import positions_of, text_config_of
 from .checks import check_decoder
-from .observation import Observation, not_observed, observed
 
 # Which parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain
 # that is stored as its difference from 1 (Gemma).

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attention.observation import Observation
 from ..common.progress import Tell
 from ..spec import reference
 from ..spec.key_transform import KeyTransform
 from .folding import Folding, exact_exponents
-from .observation import Observation
 from .smoothing_file import LayerSmoothing
 from .targets import Target
 from .text import Windows, run_windows

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attention.observation import not_observed, observations
 from ..cache.support import other_caches
 from ..config import KVQuantConfig
 from ..models.probing import arbitrary_ids, in_float32, whole_cache
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
-from ..transforms.of_model import key_transforms
+from ..transforms.of_model import given_transforms
 from .checks import check_decoder
 from .choices import Mode as Mode
 from .layout import LayerLayout, find_layouts
-from .observation import not_observed, observations
 from .smoothing_file import Placement
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def find_targets(
             logger.warning("%s Factors are applied by caches instead.", error)
     keys, left_out = find_keys(model, where=where)
     left_out |= {index: reason for index, reason in unscalable.items() if index in left_out}
-    transforms = key_transforms(model, config)
+    transforms = given_transforms(model, config)
     targets: dict[int, Target] = {}
     has_refused = False
     for index, found in keys.items():

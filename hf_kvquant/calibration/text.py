@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..attention.observation import Observation, observed
 from ..models.probing import forward, in_float32
 from ..models.text_config import positions_of
-from .observation import Observation, observed
 
 MIN_TOKENS = 512  # calibration tokens; fewer say little about the largest key of a channel
 MIN_WINDOW = 16  # tokens; the last piece of a text is dropped if it is shorter

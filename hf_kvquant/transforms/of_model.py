@@ -1,15 +1,16 @@
 """Chooses the key transform of each layer from a model and a config. Caches of that model are built with it.
 
 A config names the steps; the model holds their tensors. Centres come from the key biases (`centering.py`), found when
-first needed, or from calibration text. Smoothing factors are those that are not folded into the weights. Attention is
-exact with any of these tensors, so they need not follow changes of the weights.
+first needed, or from calibration text. Smoothing factors are those of calibration that are not folded into the weights;
+without calibration, heads with large outliers get some (`balancing.py`). Attention is exact with any of these tensors,
+so they need not follow changes of the weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..models.sharding import rank_of
 from ..models.text_config import check_is_model, text_config_of
 from ..spec.key_transform import KeyTransform
 from ..state import ModelTransforms, keep, notes_on, state_of
+from .balancing import balancing_factors
 from .centering import bias_centers
 
 logger = logging.getLogger(__name__)
@@ -63,8 +65,9 @@ def key_transforms(
 ) -> dict[int, KeyTransform]:
     """The key transforms of a model, for a cache that you build yourself.
 
-    `generate` of a patched model calls this itself. It sends one token through the model in two cases: on the first
-    call with `"center"` in the config, if the model has biases; and under tensor parallelism, on the first call that
+    `generate` of a patched model calls this itself. It sends tokens through the model in three cases: one token on the
+    first call with `"center"` in the config, if the model has biases; 256 random tokens on the first call with both
+    `"smooth"` and `"rotate"`, unless the model is calibrated; and one under tensor parallelism, on the first call that
     needs tensors that were set on the model. There, the result is for this rank's heads.
 
     Args:
@@ -82,6 +85,23 @@ def key_transforms(
         >>> transforms = hf_kvquant.key_transforms(model, "int4")
         >>> cache = hf_kvquant.KVQuantCache(model.config, "int4", key_transforms=transforms)
     """
+    transforms = given_transforms(model, preset_or_config)
+    if transforms_of(model).smoothing or state_of(model).smoothing is not None:
+        return transforms
+    config = KVQuantConfig.resolve(preset_or_config)
+    # Without a rotation, outliers stay in their channels.
+    is_open = {index for index, each in transforms.items() if each.is_rotated}
+    is_open = {index for index in is_open if "smooth" in config.formats(index).transforms}
+    for index, factors in (_balancing(model) if is_open else {}).items():
+        if index in is_open:
+            transforms[index] = dataclasses.replace(transforms[index], smoothing=factors)
+    return transforms
+
+
+def given_transforms(
+    model: PreTrainedModel, preset_or_config: str | KVQuantConfig | Mapping[str, Any]
+) -> dict[int, KeyTransform]:
+    """`key_transforms` of what was set on the model and of its biases alone, which calibration starts from."""
     check_is_model(model, "key_transforms")
     config = KVQuantConfig.resolve(preset_or_config)
     layer_types, _ = layers_of(text_config_of(model))
@@ -106,19 +126,30 @@ def _centers(model: PreTrainedModel) -> dict[int, Tensor]:
         return _of_this_rank(model, given, "centers")
     notes = notes_on(model)
     if notes.bias_centers is None:
-        try:
-            notes.bias_centers = bias_centers(model)
-        except Exception as error:
-            # Some models need other inputs than a token. Results are correct without centres, so warn and go on.
-            notes.bias_centers = {}
-            logger.warning(
-                "key_transforms: the key biases of %s could not be read, so keys are not centred (%s: %s). Correct, "
-                "less accurate. Set centres with hf_kvquant.transforms.of_model.set_centers.",
-                type(model).__name__,
-                type(error).__name__,
-                error,
-            )
+        problem = "the key biases of %s could not be read, so keys are not centred"
+        remedy = "Set centres with hf_kvquant.transforms.of_model.set_centers."
+        notes.bias_centers = _found_in(model, bias_centers, problem, remedy)
     return notes.bias_centers
+
+
+def _balancing(model: PreTrainedModel) -> dict[int, Tensor]:
+    notes = notes_on(model)
+    if notes.balancing is None:
+        problem = "the keys of %s could not be looked at, so outlier channels are not smoothed"
+        notes.balancing = _found_in(model, balancing_factors, problem, "Calibrate with hf_kvquant.smooth_attention.")
+    return notes.balancing
+
+
+def _found_in(
+    model: PreTrainedModel, find: Callable[[PreTrainedModel], dict[int, Tensor]], problem: str, remedy: str
+) -> dict[int, Tensor]:
+    """What a function finds in a model; nothing, after a warning, in one that needs other inputs than tokens."""
+    try:
+        return find(model)
+    except Exception as error:
+        message = f"key_transforms: {problem} (%s: %s). Correct, less accurate. {remedy}"
+        logger.warning(message, type(model).__name__, type(error).__name__, error)
+        return {}
 
 
 def _of_this_rank(model: PreTrainedModel, tensors: Mapping[int, Tensor], name: str) -> dict[int, Tensor]:

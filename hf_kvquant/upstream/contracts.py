@@ -101,8 +101,8 @@ CONTRACTS = (
         "attention/masks.py", "transformers.masking_utils.create_sliding_window_causal_mask", mentions="local_size="
     ),
     Contract("cache/layers.py", "transformers.masking_utils._preprocess_mask_arguments", mentions="get_mask_sizes("),
-    Contract("calibration/observation.py", f"{_MODEL}._supports_sdpa"),
-    Contract("calibration/observation.py", "transformers.AttentionMaskInterface._global_mapping"),
+    Contract("attention/observation.py", f"{_MODEL}._supports_sdpa"),
+    Contract("attention/observation.py", "transformers.AttentionMaskInterface._global_mapping"),
     # What captured steps call.
     Contract("graphs/decode_loop.py", f"{_GENERATE}.generate", "custom_generate streamer assistant_model synced_gpus"),
     Contract("graphs/decode_loop.py", f"{_GENERATE}._sample", "input_ids logits_processor stopping_criteria streamer"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ...calibration.observation import not_observed, observations
+from ...attention.observation import not_observed, observations
 from ...models.probing import forward, states_of_a_token
 from ...models.text_config import text_config_of
 from .cache import check_served

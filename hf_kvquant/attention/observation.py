@@ -21,9 +21,9 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention.registry import call_previous, set_attention
 from ..models.probing import evaluating, forward, hooked
 from ..models.text_config import text_config_of
+from .registry import call_previous, set_attention
 
 NAME = "hf_kvquant-observed"
 
