@@ -46,8 +46,8 @@ start() {
 }
 
 start fidelity generate $generate $one_by_one
-start fidelity windows $generate --mode simulated --chunk 1 --preset int4:4+32 --preset int4:4+128 \
-    --preset int4-g32:4+128 --preset int4-channel:4+128 --preset k8v4:4+32
+start fidelity windows $generate --mode simulated --chunk 1 --preset int4:4+32 --preset int4:4+124 \
+    --preset int4-channel:4+28 --preset int4-channel:4+124 --preset k8v4:4+32
 start fidelity generate_calibrated $generate $one_by_one $calibrated
 start fidelity chunks_calibrated $chunks $calibrated
 start recipes generate $generate

@@ -114,7 +114,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         ],
         "quality": [quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu)],
         "real": [render_real.preset_table(results), render_real.caption(results)],
-        "windows": [render_real.windows_sentence(results)],
+        "windows": [render_real.windows_table(results), render_real.windows_caption(results)],
         "recipes-real": [
             render_real.recipe_table(results["recipes_real"]),
             render_real.recipe_caption(results["recipes_real"]),

@@ -14,8 +14,9 @@ from hf_kvquant.common.tables import markdown_table, scientific
 from hf_kvquant.evaluation.choices import UNQUANTIZED
 
 MODEL = "SmolLM2-135M-Instruct"
-# Presets with dense tokens, in the order of the sentence.
-WITH_WINDOWS = ("int4", "int4:4+32", "int4:4+128", "int4-channel:4+128")
+# Presets with dense windows, and each without: first and newest tokens follow the name.
+WITH_WINDOWS = ("int4", "int4:4+32", "int4:4+124", "int4-channel", "int4-channel:4+28", "int4-channel:4+124", "k8v4")
+WITH_WINDOWS += ("k8v4:4+32",)
 
 Files = Mapping[str, Mapping[str, Any]]
 
@@ -61,16 +62,28 @@ def caption(files: Files) -> str:
     )
 
 
-def windows_sentence(files: Files) -> str:
+def windows_table(files: Files) -> str:
     """How much dense tokens help."""
-    windows = {**files["real_windows"]["presets"], "int4": files["real_generate"]["presets"]["int4"]}
-    none, short, long, channel = (scientific(windows[name]["kld"]) for name in WITH_WINDOWS)
-    same = [f"{windows[name]['agreement']:.1%}" for name in (WITH_WINDOWS[0], WITH_WINDOWS[2])]
+    measured = {**files["real_generate"]["presets"], **files["real_windows"]["presets"]}
+    rows = []
+    for name in WITH_WINDOWS:
+        row, (preset, _, dense) = measured[name], name.partition(":")
+        cells = [f"`{preset}`", dense.replace("+", " + ") or "none", scientific(row["kld"]), f"{row['kld_p99']:.2g}"]
+        rows.append([*cells, f"{row['agreement']:.1%}", f"{row['perplexity_change']:+.2%}"])
+    return markdown_table(
+        ["preset", "dense: first + newest", "KL, nats per token", "99 %", "same next token", "perplexity"], rows
+    )
+
+
+def windows_caption(files: Files) -> str:
+    """What was measured, and what a peer costs."""
+    results = files["real_windows"]
+    quanto = files["recipes_real"]["runs"]["generate"]["recipes"]["quanto-4"]
     return (
-        f"On {MODEL}, the first 4 and the newest 32 tokens lower the KL divergence of `int4` from {none} to {short} "
-        f"nats per token, and the newest 128 to {long} (`int4-channel`: {channel}). The most likely next token stays "
-        f"the same in {same[1]} instead of {same[0]} of all places ({reads(files['real_windows'])}; "
-        "`evals/results/real_windows.json`)."
+        f"{MODEL} in {results['dtype']} on WikiText-2: {reads(results)}. transformers' own cache with quanto's 4 bits "
+        f"and 128 dense tokens has {scientific(quanto['kld'])} and {quanto['agreement']:.1%} on other parts of the "
+        f"same text ([recipes](recipes.md)). {results.get('gpu', results['cpu'])}, {results['date'][:10]}, "
+        "`evals/results/real_windows.json`."
     )
 
 

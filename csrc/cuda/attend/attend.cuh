@@ -59,8 +59,9 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
                                                  lane % (kLanes / 2));
     return;
   }
-  if constexpr (Shape::kIsBlocked) {
-    // The key goes to the tail unchanged, unless it fills a block; the value is quantised.
+  if (Shape::kIsBlocked && !plan.has_dense_tokens) {
+    // The key goes to the tail unchanged, unless it fills a block; the value is quantised. (A window's tokens go to
+    // tails in tails.cuh.)
     const int64_t from = b * new_tokens.key.stride_b + h * new_tokens.key.stride_h;
     const Side& keys = params.key_side;
     const int64_t at = tail_slot<Shape::kIsPaged>(plan, b) * keys.tail_stride_b + h * keys.tail_stride_h +
@@ -157,12 +158,17 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   // --- start copying; a new token is written by the warp of its step, before that step is copied
   const Span span = find_rounds<Pipeline::kStepTokens>(params, plan, bounds, segment);
   Held held = plan.appends ? find_held<Pipeline::kStepTokens>(params, plan, bounds, segment) : Held{};
-  // In granularity channel, the one new token may fill its block, whose steps are in one round.
-  const bool fills_block = Shape::kIsBlocked && held.is_own && held.end % kBlockSize == 0;
-  if (fills_block) held.first_step = step_of<Pipeline::kStepTokens>(held.end - kBlockSize);
-  if (!segment.has_rounds() && !held.is_own) return;
+  // In granularity channel, the one new token may make a block leave the window, so that it gets codes. Its steps are in
+  // one round, so of one thread block.
+  const int block_end = held.end - params.residual_length;
+  bool closes_block = Shape::kIsBlocked && held.begin < held.end && block_end > 0 && block_end % kBlockSize == 0;
+  if (closes_block) {
+    held.first_step = step_of<Pipeline::kStepTokens>(block_end - kBlockSize);
+    closes_block = share_of_step(plan, segment, held.first_step) == segment.share;
+  }
+  if (!segment.has_rounds() && !held.is_own && !closes_block) return;
   const int first_step = segment.first_step + warp;
-  const int held_step = held.is_own ? min(held.first_step, segment.last_step) : segment.last_step;
+  const int held_step = held.is_own || closes_block ? min(held.first_step, segment.last_step) : segment.last_step;
   const int first_of_tail =
       Shape::kIsBlocked ? tail_begin(params.key_side, bounds.num_tokens(plan), params.residual_length) : span.end;
   if (first_step != likely_step) pipeline.seek(plan, segment, first_step);
@@ -180,9 +186,9 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     pipeline.fill(params, plan, chunk_list, stage, first_step + stage * stride);
     commit_copies();
   }
-  if (held.is_own) {
+  if (held.is_own || closes_block) {
 #pragma unroll 1
-    for (int t = held.begin; t < held.end; ++t) {
+    for (int t = held.is_own ? held.begin : held.end; t < held.end; ++t) {
       const int step = step_of<Pipeline::kStepTokens>(t);
       if ((step & (num_warps - 1)) != warp || share_of_step(plan, segment, step) != segment.share) continue;
       const int i = t - (bounds.length - new_tokens.q_len);
@@ -194,11 +200,13 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     }
     __syncwarp();
     if constexpr (Shape::kIsBlocked) {
-      if (fills_block) {
-        const int begin = held.end - kBlockSize;
+      if (closes_block) {
+        const int begin = block_end - kBlockSize, first_counted = max(bounds.start, 0) + params.sink_length;
         const int slot = Shape::kIsPaged ? plan.laps.slot(segment.b, begin) : segment.b;
         const int of_tail = tail_slot<Shape::kIsPaged>(plan, segment.b);
-        const BlockOfTokens tokens = {begin, slot, plan.laps.row(begin), held.end - 1, bounds.start, of_tail, 0};
+        const int row_of_tail = params.sink_length + begin % params.key_side.ring;
+        const BlockOfTokens tokens = {begin,         slot,    plan.laps.row(begin), held.end - 1,
+                                      first_counted, of_tail, row_of_tail};
         // No copy goes to a warp's last stage before the loop below.
         constexpr int kStageRanges = Pipeline::kStageBytes / sizeof(float2);
         static_assert(kStageRanges >= Shape::kHeadDim);

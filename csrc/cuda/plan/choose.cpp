@@ -126,14 +126,16 @@ bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int6
   const bool is_blocked = kernel.scales == Scales::blocks;
   if (new_tokens == nullptr || num_row_tiles > 1) return false;
   if (new_tokens->q_len > (is_blocked ? kMaxAppendedToBlock : kMaxAppended)) return false;
-  if (new_tokens->sink_length + new_tokens->residual_length > 0) {
-    // With dense windows, older tokens complete blocks of keys.
-    if (is_blocked || !has_aligned_rows(new_tokens->key) || !has_aligned_rows(new_tokens->value)) return false;
+  const int window = new_tokens->residual_length;
+  if (new_tokens->sink_length + window > 0) {
+    // The tail gets only the tokens of windows: not those of a block that begins behind the first tokens.
+    if (is_blocked && window == 0) return false;
+    if (!has_aligned_rows(new_tokens->key) || !has_aligned_rows(new_tokens->value)) return false;
   }
-  // The tail gets only what attention reads there, and keys of blocks only a tail of one block.
-  const int window = new_tokens->residual_length, num_written = is_blocked ? kBlockSize : window;
+  // Nor others that it keeps for a crop. Without a window, keys of blocks go to a tail of one block.
+  const int num_written = is_blocked && window == 0 ? kBlockSize : window;
   const bool has_slack = std::max(new_tokens->key_side.ring, new_tokens->value_side.ring) > num_written;
-  if (has_slack && (is_blocked || new_tokens->q_len > window)) return false;
+  if (has_slack && new_tokens->q_len > window) return false;
   // Tokens that share the scale of a channel must be in one round.
   if (is_blocked && kernel.step_tokens * num_warps % kBlockSize != 0) return false;
   if (kernel.has_pairs && !are_pairs(*new_tokens)) return false;
