@@ -21,6 +21,7 @@ from .cache.cache import KVQuantCache
 from .cache.handle import LOOKED_INSIDE
 from .cache.layers import KVQuantLayer
 from .cache.support import check_layers, other_caches
+from .calibration.smoothing import smoothing_of
 from .common.tables import plain, table_of
 from .config import KVQuantConfig
 from .environment import environment
@@ -28,7 +29,7 @@ from .generate.encoder_decoder import decoder_cache
 from .models.layers import layer_devices, layers_of
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import why_dense
-from .preflight.verdict import name_of
+from .preflight.verdict import measured, name_of
 from .state import patch_of
 
 WHERE = "report"
@@ -74,12 +75,15 @@ class Report:
         model: The name of the model's class.
         cache: The kind of its caches: `"growing"`, `"static"`, `"captured"` or `"offloaded"`.
         layers: The layers, in order.
+        cost: What the config costs in quality, in words, if a pre-flight of this process has measured it on the model,
+            and what calibration has gained; empty if neither is known.
         environment: What is installed, as `hf-kvquant env` shows it.
     """
 
     model: str
     cache: str
     layers: tuple[LayerReport, ...]
+    cost: str
     environment: Mapping[str, str]
 
     @property
@@ -100,7 +104,7 @@ class Report:
             span = indices[0] if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
             rows.append(((span, *cells), None))
         lines = plain(table_of(headings, rows, left=headings))
-        return "\n".join([f"{self.model}, {self.cache} cache", *lines])
+        return "\n".join([f"{self.model}, {self.cache} cache", *lines, *filter(None, [self.cost])])
 
 
 def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:
@@ -162,7 +166,19 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         kernel, reason = _served_by(config, index, device, head_dims, dense)
         name = name_of(config.formats(index))
         layers.append(LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally)))
-    return Report(type(model).__name__, _kind(config, cache), tuple(layers), environment())
+    return Report(type(model).__name__, _kind(config, cache), tuple(layers), _cost(model, config), environment())
+
+
+def _cost(model: PreTrainedModel, config: KVQuantConfig) -> str:
+    """What a config costs a model, as far as it was measured."""
+    result, calibration = measured(model, config), smoothing_of(model)
+    sentences = [] if result is None else [result.described_cost()]
+    if calibration is not None:
+        layers = calibration.result.layers
+        before = sum(layer.error_before for layer in layers) / len(layers)
+        after = sum(layer.error_after for layer in layers) / len(layers)
+        sentences.append(f"Calibration: the error of attention is {after:.2%} instead of {before:.2%}, mean of layers.")
+    return " ".join(sentences)
 
 
 def _served_by(

@@ -7,8 +7,12 @@ What the limits are and where they come from is measured on the reference model,
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import logging
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,12 @@ import hf_kvquant
 from hf_kvquant import KVQuantConfig, PreflightError, cli, run_preflight
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.evaluation.preparation import load
+from hf_kvquant.models import probing
+from hf_kvquant.models.probing import hooked
 from hf_kvquant.preflight import check as preflight
 from hf_kvquant.preflight import divergence, verdict
 from hf_kvquant.preflight.signals import read_signals
+from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.state import patch_of
 from hf_kvquant.upstream.releases import cache_of
 
@@ -123,31 +130,129 @@ def test_a_tighter_goal_takes_more_bits() -> None:
     assert result.config == KVQuantConfig.from_preset("none")
 
 
-@pytest.mark.parametrize("preset", ["k4v2", "int2"])
-@pytest.mark.parametrize("bits, most", [(None, 6), (4.5, 8)])
-def test_few_tokens_are_run(bits: float | None, most: int) -> None:
-    """A layer is measured at the end of the text alone, and layers before it are not run."""
+@pytest.mark.parametrize("bits", [None, 4.7])
+def test_few_tokens_are_run(bits: float | None) -> None:
+    """A layer is measured on the end of the text alone, and the layers before it are not run for that."""
     model = build(num_hidden_layers=4, max_position_embeddings=256)
     options: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()], "presets": ["int4", "int8", "none"]}
-    run_layers: list[int] = []
+    options |= {"max_kld": 0.5} if bits is None else {"bits": bits}
     num_tokens = [0] * 4
-    hooks = [
-        layer.self_attn.o_proj.register_forward_hook(
-            lambda module, args, output, index=index: num_tokens.__setitem__(
-                index, num_tokens[index] + output.shape[0] * output.shape[1]
-            )
-        )
-        for index, layer in enumerate(model.model.layers)
-    ]
-    result = run_preflight(model, bits=bits, max_kld=0.5 if bits is None else preflight.GOAL, **options)
-    for hook in hooks:
-        hook.remove()
+
+    def count(index: int, module: Any, args: Any, output: Tensor) -> None:
+        num_tokens[index] += output.shape[0] * output.shape[1]
+
+    # Modules inside a layer: they do not run while the layer repeats what it did.
+    hooks = ((layer.mlp.down_proj, functools.partial(count, i)) for i, layer in enumerate(model.model.layers))
+    with hooked(hooks):
+        result = run_preflight(model, **options)
+    first, *_, last = num_tokens
     num_measured = sum(1 + len(layer.tried) for layer in result.layers)
-    assert not run_layers and num_tokens == sorted(num_tokens) and num_tokens[0] < num_tokens[3]
-    # The text is read unquantised, then quantised as a whole; each layer reads a quarter of it.
-    assert num_tokens[3] - num_tokens[0] < 0.3 * num_measured * result.num_tokens
+    assert num_tokens == sorted(num_tokens) and first < last
+    assert last - first < 0.3 * num_measured * result.num_tokens
 
 
+def test_a_replay_gives_the_same_numbers() -> None:
+    """To the bit, wherever it begins. A model whose layers do more than they show is measured on all of its text."""
+    model, ids = build(num_hidden_layers=3, max_position_embeddings=256), torch.randint(3, models.VOCAB_SIZE, (2, 200))
+    formats = KVQuantConfig.from_preset("int4").formats(0)
+    with hf_kvquant.patched(model, "none"), torch.no_grad():
+        meter = divergence.Meter(model, ids)
+        assert meter._replay is not None and meter._is_replayed(0, 1, 2)
+        whole = list(meter._replayed(divergence.alone(1, formats), 0))
+        assert all(map(torch.equal, whole, meter._replayed(divergence.alone(1, formats), 1)))
+        assert not any(map(torch.equal, whole, meter.reference[-len(whole) :]))
+        kld = meter.cost(divergence.alone(1, formats)).kld
+        assert 0.3 * kld.mean < meter.kld(1, formats).mean < 3 * kld.mean and 0 < kld.error < kld.mean
+        # Adds something of its own in each forward.
+        steps = itertools.count()
+        with hooked([(model.model.layers[1], lambda module, args, output: output + 1e-3 * next(steps))]):
+            meter = divergence.Meter(model, ids)
+        assert meter._replay is None
+        assert meter.kld(1, formats) == meter.cost(divergence.alone(1, formats)).kld
+
+
+def test_doubtful_layers_are_measured_on_all_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(max_position_embeddings=256)
+    quick = run_preflight(model, "int4")
+    for layer in quick.layers:
+        assert layer.kld is not None and layer.error is not None and layer.kld + preflight.DOUBT * layer.error < 0.01
+    monkeypatch.setattr(preflight, "DOUBT", math.inf)
+    thorough = run_preflight(model, "int4")
+    for layer, other in zip(quick.layers, thorough.layers, strict=True):
+        assert layer.kld != other.kld == pytest.approx(layer.kld, rel=0.7)
+
+
+def test_the_cost_is_said_in_words() -> None:
+    result = run_preflight(build(), "int4")
+    assert result.cost is not None and result.kld == result.cost.kld.mean
+    same, perplexity = result.cost.same, result.cost.perplexity
+    assert 0.5 < same.mean < 1 and 0 < same.error < 0.05 and abs(perplexity.mean) < 0.2 and 0 < perplexity.error < 0.1
+    assert (
+        f"All layers together: the same next token after {same.mean:.1%} ± {100 * same.error:.1f} of tokens, "
+        f"perplexity {perplexity.mean:+.1%} ± {100 * perplexity.error:.1f}, {result.kld:.2e} ± "
+        f"{result.cost.kld.error:.0e} nats per token, over {result.num_tokens:,} tokens of text that the model wrote."
+    ) in result.report()
+
+
+def test_next_tokens_and_perplexity_against_plain_sums() -> None:
+    model, ids = build(), torch.randint(3, models.VOCAB_SIZE, (2, 100))
+    with hf_kvquant.patched(model, "none"), torch.no_grad():
+        meter = divergence.Meter(model, ids)
+        config = KVQuantConfig.from_preset("int4")
+        logits = torch.cat(list(meter._run(meter._cache(config))), dim=1)  # of tokens 1 to 99
+        cost = meter.cost(config)
+    exact, other = (each.float().log_softmax(-1) for each in (torch.cat(meter.reference, dim=1), logits))
+    assert cost.same.mean == pytest.approx(float((exact.argmax(-1) == other.argmax(-1)).float().mean()))
+    said = ids[:, 2:, None]
+    losses = [-each[:, :-1].gather(2, said).mean() for each in (exact, other)]
+    assert cost.perplexity.mean == pytest.approx(float((losses[1] - losses[0]).exp()) - 1, rel=1e-3)
+    assert cost.kld.mean == pytest.approx(float((exact.exp() * (exact - other)).sum(-1).mean()), rel=1e-3)
+
+
+def test_bfloat16_is_measured_in_float32_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the CPU that runs this; the model keeps its tensors, and caches count in its own dtype."""
+    model = build().bfloat16()
+    monkeypatch.setattr(probing, "has_bfloat16_matmul", lambda: False)
+    pointers, dtypes = [each.data_ptr() for each in model.parameters()], set()
+    with hooked([(model.model.layers[0].mlp.down_proj, lambda module, args, output: dtypes.add(output.dtype))]):
+        result = run_preflight(model, "none")
+        assert dtypes == {torch.float32} and result.bits == 16
+        assert [each.data_ptr() for each in model.parameters()] == pointers and model.dtype == torch.bfloat16
+        monkeypatch.setattr(probing, "has_bfloat16_matmul", lambda: True)
+        dtypes.clear()
+        run_preflight(model, "none")
+        assert dtypes == {torch.bfloat16}
+
+
+def test_a_copy_that_does_not_fit_is_said_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build().bfloat16()
+    monkeypatch.setattr(probing, "has_bfloat16_matmul", lambda: False)
+    monkeypatch.setattr(probing, "_free_bytes", lambda: 10**5)
+    with caplog.at_level(logging.WARNING, "hf_kvquant"), probing.in_float32(model) as stored_as:
+        assert stored_as is None and model.dtype == torch.bfloat16
+    [message] = [record.message for record in caplog.records]
+    assert message.startswith("LlamaForCausalLM in bfloat16 is slow on this CPU, and 0.0 GB of free memory are too li")
+
+
+def test_tensors_that_share_numbers_still_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "has_bfloat16_matmul", lambda: False)
+    model = build().bfloat16()
+    one, other = (layer.mlp.up_proj for layer in model.model.layers)
+    other.weight.data = one.weight.data
+    with probing.in_float32(model) as stored_as:
+        assert stored_as == torch.bfloat16 and one.weight.data_ptr() == other.weight.data_ptr()
+        assert one.weight.dtype == torch.float32
+
+
+def test_for_model_is_the_first_thing_that_a_process_may_use() -> None:
+    code = "import hf_kvquant; hf_kvquant.KVQuantConfig.for_model('a model')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "TypeError: for_model: `model` must be a transformers PreTrainedModel, got str." in done.stderr
+
+
+@pytest.mark.parametrize("preset", ["k4v2", "int2"])
 def test_dense_windows_of_a_preset_are_picked_with_it(preset: str) -> None:
     # Weights alone speak against four bits and fewer below head_dim 128.
     result = run_preflight(build(head_dim=128), presets=[preset, "none"], measure=False)
@@ -407,12 +512,13 @@ def test_eight_bits_bear_more() -> None:
 
 def test_a_rotation_is_not_all_that_outliers_want() -> None:
     """Rotated outliers are no reason to refuse, but one to pick something else where nothing is measured."""
-    model = with_outliers(16.0)
-    assert run_preflight(model, measure=False).spelled() == "'k8v4'"
+    signals, _ = read_signals(with_outliers(16.0), where="test")
     for preset, limit in (("int4", 8), ("int4-channel", 12)):
-        result = run_preflight(model, preset, measure=False)
-        assert result.is_safe and "projection rows of 1" in result.layers[0].remarks()
-        assert f"limit {limit}" in result.layers[0].remarks()
+        formats = KVQuantConfig.from_preset(preset).formats(0)
+        [found] = [x for x in signals[0].findings(formats, KeyTransform(is_rotated=True)) if x.signal == "key channels"]
+        assert found.limit == limit and not found.is_harmful and found.detail.startswith("projection rows of 1")
+        smoothed = KeyTransform(smoothing=torch.ones(2, models.HEAD_DIM), is_rotated=True)
+        assert not [x for x in signals[0].findings(formats, smoothed) if x.signal == "key channels"]
 
 
 def test_small_heads() -> None:

@@ -17,7 +17,17 @@ from models import greedy, left_padded
 from transformers import DynamicCache
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, LayerReport, Report, environment, ops, patched, report
+from hf_kvquant import (
+    KVQuantCache,
+    LayerReport,
+    Report,
+    environment,
+    ops,
+    patched,
+    report,
+    run_preflight,
+    smooth_attention,
+)
 from hf_kvquant.attention.registry import NOT_QUANTIZED
 from hf_kvquant.cache.handle import LOOKED_INSIDE
 from hf_kvquant.graphs import capture
@@ -222,6 +232,26 @@ def test_weights_that_are_not_in_memory() -> None:
 
 
 # --- the object, and what it refuses ----------------------------------------------------------------------------------
+
+
+def test_the_cost_is_reported_where_it_was_measured() -> None:
+    model = models.build("llama")
+    measured = run_preflight(model, "int4", max_kld=10.0)
+    with patched(model, "int8"):
+        assert report(model).cost == ""
+    with patched(model, {"preset": "int4", "static": True}):
+        result = report(model)
+        assert result.cost == measured.described_cost() and str(result).endswith(result.cost)
+        assert result.cost.startswith("All layers together: the same next token after ")
+    text = "".join(chr(33 + number % 90) for number in range(0, 7 * 2400, 7))
+    calibration = smooth_attention(model, models.tokenizer(), [text], progress=False)
+    with patched(model, "int4"):
+        layers = calibration.layers
+        errors = [(layer.error_before, layer.error_after) for layer in layers]
+        before, after = (sum(each) / len(layers) for each in zip(*errors, strict=True))
+        assert report(model).cost == (
+            f"Calibration: the error of attention is {after:.2%} instead of {before:.2%}, mean of layers."
+        ), "the divergence was that of other caches"
 
 
 def test_a_report_is_data() -> None:

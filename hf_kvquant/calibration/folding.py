@@ -102,14 +102,14 @@ class Folding:
             return outputs[index]  # so that later layers are compared on the same input
 
         with observed(self.model, compare):
-            forward(self.model, input_ids)
+            forward(self.model, input_ids, only_last=True)
         while True:
             changed.clear()
             factors = {index: torch.exp2(settled[index].float()) for index in self.layouts}
             try:
                 self.scale(factors)
                 with observed(self.model, compare):
-                    forward(self.model, input_ids)
+                    forward(self.model, input_ids, only_last=True)
             finally:
                 self.undo(factors)
             if not changed:

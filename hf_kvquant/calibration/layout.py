@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from ..attention.observation import Observation
 from ..models.probing import hooked, in_float32
 from . import origins
+from .checks import check_decoder
 from .origins import Output, Probe, Scalable, Source, differs_by_sample, one_for_one, random_samples, replaced
 
 
@@ -56,6 +57,7 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     Raises:
         TypeError, NotImplementedError: As `Probe`, or weights cannot be edited in place.
     """
+    check_decoder(model, where)
     with in_float32(model):  # where which number comes out does not depend on rounding
         return _found_layouts(Probe(model, origins.SMOOTHING, where))
 

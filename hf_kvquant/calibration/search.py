@@ -26,7 +26,7 @@ from ..spec.key_transform import KeyTransform
 from .folding import Folding, exact_exponents
 from .smoothing_file import LayerSmoothing
 from .targets import Target
-from .text import Windows, run_windows
+from .text import ERROR_TOKENS, Windows, run_windows, some
 
 Candidate = float | Literal["energy"]
 WHERE = "smooth_attention"  # opens messages
@@ -163,8 +163,8 @@ class Search:
     ) -> dict[int, list[float]]:
         """The relative error of each layer's attention output under each choice of transform, with only keys quantised.
 
-        It is `sqrt(squared error / squared output)`, both sums over all tokens. Equal transforms are measured once. No
-        factors may be folded into the weights yet.
+        It is `sqrt(squared error / squared output)`, both sums over about `ERROR_TOKENS` tokens. Equal transforms are
+        measured once. No factors may be folded into the weights yet.
         """
         errors = {index: [0.0] * len(choices) for index, choices in transforms.items()}
         sizes = dict.fromkeys(transforms, 0.0)
@@ -174,10 +174,11 @@ class Search:
             for index, choices in transforms.items()
         }
 
-        def look(observation: Observation, is_real: Tensor) -> None:
+        def look(observation: Observation, is_real: Tensor) -> Tensor | None:
             index, key_format = observation.layer_idx, self.targets[observation.layer_idx].key_format
             query, key, value = (x.float() for x in (observation.query, observation.key, observation.value))
-            exact = observation.attend(query, key, value)[is_real]
+            output = observation.attend(query, key, value)
+            exact = output[is_real]
             sizes[index] += float(exact.double().square().sum())
             key = key * is_real[:, None, :, None]  # padding must not widen a scale that several tokens share
             for number in set(first[index]):
@@ -187,7 +188,10 @@ class Search:
                 out = observation.attend(query, read, value)[is_real]
                 errors[index][number] += float((out - exact).double().square().sum())
 
-        run_windows(self.model, self.windows, transforms, look, advance)
+            # The model attends to the same; in another dtype it rounds in another way.
+            return output if output.dtype == observation.query.dtype else None
+
+        run_windows(self.model, some(self.windows, ERROR_TOKENS), transforms, look, advance)
         return {
             index: [(errors[index][number] / size) ** 0.5 if size else 0.0 for number in first[index]]
             for index, size in sizes.items()

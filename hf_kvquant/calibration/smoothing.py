@@ -32,7 +32,7 @@ from .layout import LayerLayout, find_layouts
 from .search import CANDIDATES, WHERE, Candidate, Search, checked_candidates
 from .smoothing_file import LayerSmoothing, SmoothingResult
 from .targets import Mode, Target, find_keys, find_targets
-from .text import Windows, check_ids, count_tokens, read_windows
+from .text import ERROR_TOKENS, Windows, check_ids, count_tokens, read_windows, some
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ def smooth_attention(
 
     Args:
         model: A decoder-only model. Folding writes its weights in place and marks its config, so `save_pretrained`
-            writes a plain checkpoint that cannot be smoothed twice.
+            writes a plain checkpoint that cannot be smoothed twice. On a CPU without instructions for bfloat16, a
+            bfloat16 model computes in float32 while it is watched, which takes twice its memory (`in_float32`).
         tokenizer: The model's.
         texts: Text like the model's future input; 16,000 tokens are plenty.
         preset_or_config: The format of the cache. Layers whose transforms do not name `"center"` or `"smooth"` get no
@@ -79,7 +80,8 @@ def smooth_attention(
             caches, which divide keys and multiply queries on the fly; no weight changes, and RoPE ties no channels.
         centers, factors: Whether to calibrate them. Otherwise the model keeps its centres: from biases, or set by you.
         candidates: Exponents alpha of `max|key|^alpha` to try in each layer, and `"energy"`. 0 is always tried.
-        num_tokens: About how many tokens of the texts to use, spread over all of them.
+        num_tokens: About how many tokens of the texts to use, spread over all of them. Candidates are compared on about
+            4,096 of them.
         window: Tokens per forward, limited by the model's context. Use at least the length that the model will read:
             keys of slow RoPE pairs drift with the position, so short windows make them look constant.
         batch_size: Windows per forward.
@@ -130,7 +132,8 @@ def _calibrate(
 ) -> SmoothingResult:
     layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
     input_ids = check_ids(windows, model.dtype)
-    with show_progress(WHERE, 2 * count_tokens(windows), unit="token", is_shown=progress) as tell:
+    num_steps = count_tokens(windows) + count_tokens(some(windows, ERROR_TOKENS))
+    with show_progress(WHERE, num_steps, unit="token", is_shown=progress) as tell:
         layers = Search(model, windows, targets, tell).run(choices, input_ids)
         parameters = _known_by(model, layouts, layers.values())
         original_hash = hash_of(model, parameters)

@@ -23,6 +23,7 @@ from ..common.output import written
 from ..common.tables import plain, table_of
 from ..models.hashes import FileKind, content_hash
 from .choices import FILE_NAME as FILE_NAME
+from .text import ERROR_TOKENS
 
 _KIND = FileKind(
     format="hf_kvquant-smoothing",
@@ -151,13 +152,14 @@ class SmoothingResult:
                 f"The dtype had no room for all factors in {numbered(limited)}. Load the model in float32 for more."
             )
         formats = ", ".join(sorted(set(self.key_formats.values())))
+        part = f"some {ERROR_TOKENS:,} of " if self.num_tokens >= 2 * ERROR_TOKENS else ""
         return [
             *lines,
             f"{self.num_smoothed} of {len(self.layers)} layers have factors, {len(self.centers())} have centers. "
             f"{self.describe_placement()}",
             "Alpha: factors are max|key|^alpha; 'energy' balances keys and queries. Center: largest norm over heads of "
             "what is subtracted from keys. Error: relative error of the layer's attention output with keys quantised "
-            f"as {formats}, over {self.num_tokens:,} tokens.",
+            f"as {formats}, over {part}{self.num_tokens:,} tokens.",
         ]
 
     def describe_placement(self) -> str:

@@ -15,6 +15,9 @@ from ..models.probing import forward, in_float32
 from ..models.text_config import positions_of
 
 MIN_TOKENS = 512  # calibration tokens; fewer say little about the largest key of a channel
+# Errors of candidates are measured on a part of the text: attention under each of them takes longer than all the rest.
+# They are compared on the same tokens, so few are enough.
+ERROR_TOKENS = 4096
 MIN_WINDOW = 16  # tokens; the last piece of a text is dropped if it is shorter
 # The proof that nothing has changed runs the model on the last tokens of this many windows: more in float16, where few
 # tokens show a rounding.
@@ -91,6 +94,12 @@ def _padded(rows: list[Tensor]) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_side="left")
 
 
+def some(windows: Windows, num_tokens: int) -> Windows:
+    """Every n-th batch, so that about so many tokens are left. All if there are no more."""
+    step = max(1, count_tokens(windows) // num_tokens)
+    return windows[::step]
+
+
 def count_tokens(windows: Windows) -> int:
     """How many tokens windows have, padding excluded."""
     return sum(int(mask.sum()) for _, mask in windows)
@@ -109,20 +118,22 @@ def run_windows(
     model: PreTrainedModel,
     windows: Windows,
     layers: Collection[int],
-    on_layer: Callable[[Observation, Tensor], None],
+    on_layer: Callable[[Observation, Tensor], Tensor | None],
     advance: Callable[[int], Any],
 ) -> None:
     """Run the model over windows, without keeping activations. See `in_float32` for the dtype that it computes in.
 
     The attention of each of the `layers` is passed to `on_layer`, with `[batch, tokens]` bool on the layer's device,
-    True for real tokens. After each batch, `advance` gets its number of tokens.
+    True for real tokens. It may return what attention returns instead, as an observer. After each batch, `advance` gets
+    its number of tokens.
     """
     with in_float32(model):
         for ids, mask in windows:
 
-            def observe(observation: Observation, mask: Tensor = mask) -> None:
-                if observation.layer_idx in layers:
-                    on_layer(observation, mask.to(observation.key.device, torch.bool))
+            def observe(observation: Observation, mask: Tensor = mask) -> Tensor | None:
+                if observation.layer_idx not in layers:
+                    return None
+                return on_layer(observation, mask.to(observation.key.device, torch.bool))
 
             with observed(model, observe):
                 # Attention is faster without a mask, so one that hides nothing is left out.

@@ -29,8 +29,8 @@ from .divergence import LONG_WINDOW, NO_COST, WINDOW, CannotMeasure, Cost, Estim
 from .signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of, remember
 
-# The presets to pick from, the smallest first. With a budget, all presets are. Of the first two, `int4-channel` takes no
-# more bytes than `int4` and diverges less: .015 and .039 nats on SmolLM2-135M-Instruct, .021 and .033 on the
+# The presets to pick from, the smallest first. With a budget, all presets are. Of the first two, `int4-channel` takes
+# no more bytes than `int4` and diverges less: .015 and .039 nats on SmolLM2-135M-Instruct, .021 and .033 on the
 # reference model (docs/presets.md). `int4` is for texts that are too short for blocks of keys.
 LADDER = ("int4-channel", "int4", "k8v4", "int8", "none")
 

@@ -223,24 +223,29 @@ def remember(model: PreTrainedModel, result: Preflight) -> None:
     """Keep what a pre-flight has measured, for `measured`."""
     if result.cost is not None:
         known = _measured.setdefault(model, [])
-        known[:] = [(state, each) for state, each in known if each.config != result.config]
+        known[:] = [(state, each) for state, each in known if _formats(each.config) != _formats(result.config)]
         known.append((_calibration_of(model), result))
 
 
 def measured(model: PreTrainedModel, config: KVQuantConfig) -> Preflight | None:
     """The newest pre-flight of this process that measured a config on a model, unless the model was calibrated since.
 
-    Weights that were changed by others are not noticed.
+    Where caches keep their codes makes no difference. Weights that were changed by others are not noticed.
     """
     state = _calibration_of(model)
     for other, result in _measured.get(model, ()):
-        if result.config == config and all(map(operator.is_, other, state)):
+        if _formats(result.config) == _formats(config) and all(map(operator.is_, other, state)):
             return result
     return None
 
 
 # By model, what was measured, each with the state of its calibration at that time.
 _measured: WeakKeyDictionary[PreTrainedModel, list[tuple[tuple[Any, ...], Preflight]]] = WeakKeyDictionary()
+
+
+def _formats(config: KVQuantConfig) -> KVQuantConfig:
+    """What decides the quality of a config."""
+    return dataclasses.replace(config, static=False, max_cache_len=None, capture=False, offloading=False)
 
 
 def _calibration_of(model: PreTrainedModel) -> tuple[Any, ...]:
