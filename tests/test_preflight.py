@@ -39,6 +39,7 @@ from hf_kvquant.upstream.releases import cache_of
 
 UNTRANSFORMED: dict[str, Any] = {"preset": "int4", "transforms": []}
 ROTATED: dict[str, Any] = {"preset": "int4", "transforms": ["rotate"]}
+UNSMOOTHED: dict[str, Any] = {"preset": "int4", "transforms": ["center", "rotate"]}
 REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
 
 
@@ -364,7 +365,7 @@ def test_calibration_is_a_remedy() -> None:
     """Factors that are folded into the weights take the signal away, and those that caches apply answer it."""
     model = with_outliers(32.0)
     with pytest.raises(PreflightError, match=r"times the median channel, limit 8\)\. Calibrate factors \(hf_kvquant"):
-        KVQuantConfig.for_model(model, "int4", presets=["int4"])
+        KVQuantConfig.for_model(model, UNSMOOTHED, presets=["int4"])
     for mode in ("fold", "online"):
         hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], mode=mode, progress=False)
         for measure in (True, False):
