@@ -6,7 +6,8 @@
 # TEXTS holds wikitext2.test.raw, which is measured, and wikitext2.valid.tokens, on which is calibrated. On a GPU, caches
 # are real, token by token; on a CPU, one forward computes the same, which a check of each run confirms. The ways to read:
 #
-#   generate  a prompt in one chunk, then 511 tokens one by one: what `generate` does; `windows`: with dense tokens
+#   generate  a prompt in one chunk, then 511 tokens one by one: what `generate` does; `windows`: with dense tokens;
+#             `long`: behind 7,680 tokens
 #   chunks    chunks of 256 tokens from the first token on, as a server reads long prompts
 #   steps     token by token from the first one on
 #
@@ -22,6 +23,7 @@ mkdir -p "$work" "$results"
 one_by_one="--mode simulated --chunk 1" at_once=${JOBS:-1}
 [ "$device" = cpu ] || one_by_one="--mode decode" at_once=${JOBS:-4}
 generate="--window 2048 --prompt 1536 --tokens ${TOKENS:-4088}"
+long="--window 8192 --prompt 7680 --tokens ${LONG_TOKENS:-1533}"
 chunks="--window 2048 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS:-16368}"
 calibrated="--calibrate $texts/wikitext2.valid.tokens"
 calibrated+=" --preset int8 --preset k8v4 --preset int4 --preset int4-g32 --preset k4v2 --preset int2"
@@ -48,13 +50,16 @@ start() {
 start fidelity generate $generate $one_by_one
 start fidelity windows $generate --mode simulated --chunk 1 --preset int4:4+32 --preset int4:4+124 \
     --preset int4-channel:4+28 --preset int4-channel:4+124 --preset k8v4:4+32
+start fidelity long $long --mode simulated --chunk 1 --preset int4 --preset int4-channel --preset int4-channel:4+28 \
+    --preset int4-channel:4+124
 start fidelity generate_calibrated $generate $one_by_one $calibrated
 start fidelity chunks_calibrated $chunks $calibrated
 start recipes generate $generate
 start recipes steps --window 2048 --tokens "${TOKENS:-4088}"
+start recipes long $long --recipes quanto-4
 for job in "${jobs[@]}"; do
     wait "${job%% *}" || { failed=1; echo "failed: ${job#* }"; tail -n 5 "$work/${job#* }.log"; }
 done
 [ "$failed" = 0 ]
-"$python" evals/recipes.py --output "$results/recipes_real.json" "$work"/{generate,steps}.json
+"$python" evals/recipes.py --output "$results/recipes_real.json" "$work"/{generate,steps,long}.json
 echo "$SECONDS s in all"

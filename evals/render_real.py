@@ -63,27 +63,28 @@ def caption(files: Files) -> str:
 
 
 def windows_table(files: Files) -> str:
-    """How much dense tokens help."""
+    """How much dense tokens help, and a peer."""
     measured = {**files["real_generate"]["presets"], **files["real_windows"]["presets"]}
+    runs = files["recipes_real"]["runs"]
+    measured["quanto-4:0+128"] = runs["generate"]["recipes"]["quanto-4"]
+    far = {**files["real_long"]["presets"], "quanto-4:0+128": runs["long"]["recipes"]["quanto-4"]}
     rows = []
-    for name in WITH_WINDOWS:
+    for name in (*WITH_WINDOWS, "quanto-4:0+128"):
         row, (preset, _, dense) = measured[name], name.partition(":")
         cells = [f"`{preset}`", dense.replace("+", " + ") or "none", scientific(row["kld"]), f"{row['kld_p99']:.2g}"]
-        rows.append([*cells, f"{row['agreement']:.1%}", f"{row['perplexity_change']:+.2%}"])
-    return markdown_table(
-        ["preset", "dense: first + newest", "KL, nats per token", "99 %", "same next token", "perplexity"], rows
-    )
+        cells += [f"{row['agreement']:.1%}", f"{row['perplexity_change']:+.2%}"]
+        rows.append([*cells, scientific(far[name]["kld"]) if name in far else "-"])
+    headings = ["preset", "dense: first + newest", "KL, nats per token", "99 %", "same next token", "perplexity"]
+    return markdown_table([*headings, "KL at 8k"], rows)
 
 
 def windows_caption(files: Files) -> str:
-    """What was measured, and what a peer costs."""
-    results = files["real_windows"]
-    quanto = files["recipes_real"]["runs"]["generate"]["recipes"]["quanto-4"]
+    """What was measured."""
+    results, far = files["real_windows"], files["real_long"]
     return (
-        f"{MODEL} in {results['dtype']} on WikiText-2: {reads(results)}. transformers' own cache with quanto's 4 bits "
-        f"and 128 dense tokens has {scientific(quanto['kld'])} and {quanto['agreement']:.1%} on other parts of the "
-        f"same text ([recipes](recipes.md)). {results.get('gpu', results['cpu'])}, {results['date'][:10]}, "
-        "`evals/results/real_windows.json`."
+        f"{MODEL} in {results['dtype']} on WikiText-2: {reads(results)}; last column: behind {far['n0']:,}. `quanto-4` "
+        f"is transformers' own quantised cache, on other parts of the same text. {results.get('gpu', results['cpu'])}, "
+        f"{results['date'][:10]}, `evals/results/real_windows.json` and files beside it."
     )
 
 
