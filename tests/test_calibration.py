@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, key_transforms, load_smoothing, unsmooth
+from hf_kvquant import KVQuantCache, key_transforms, load_smoothing, smooth_attention, unsmooth
 from hf_kvquant.calibration import folding, search, smoothing, targets
 from hf_kvquant.calibration.layout import find_layouts
 from hf_kvquant.calibration.targets import find_keys
@@ -61,6 +62,10 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+# What calibration finds in place: without it, outliers would be smoothed by what random tokens show (`balancing.py`).
+PLAIN = {"preset": "int4", "transforms": ["center", "rotate"]}
+
+
 def divergence(model: Any, preset: Any = "int4") -> float:
     """Mean KL divergence from the unquantised cache."""
     ids = models.tokenizer()(OTHER, return_tensors="pt").input_ids
@@ -72,7 +77,7 @@ def divergence(model: Any, preset: Any = "int4") -> float:
 
 def test_centres_and_factors_come_in_one_go() -> None:
     model = with_outliers("qwen2")
-    before, attributes = divergence(model), set(model.__dict__)
+    before, attributes = divergence(model, PLAIN), set(model.__dict__)
     result = smooth(model)
     assert [layer.placement for layer in result.layers] == ["weights", "weights"]
     centers = of_model.transforms_of(model).centers
@@ -85,7 +90,7 @@ def test_centres_and_factors_come_in_one_go() -> None:
     assert {transform.describe() for transform in key_transforms(model, "int4").values()} == {"center+rotate"}
     assert divergence(model) < 0.6 * before
     unsmooth(model)
-    assert divergence(model) == before
+    assert divergence(model, PLAIN) == before
     assert set(model.__dict__) == attributes
 
 
@@ -171,9 +176,41 @@ def test_a_large_key_bias_and_outliers_do_no_harm_together() -> None:
     hard = build("llama", attention_bias=True)
     inject_key_bias(hard, 100.0)
     inject_key_outliers(hard, 2, FACTOR)
-    assert divergence(hard) > 2 * divergence(plain)
+    assert divergence(hard, PLAIN) > 2 * divergence(plain)
     smooth(hard)
     assert divergence(hard) < 1.3 * divergence(plain)
+
+
+@pytest.mark.parametrize("mode", ["fold", "online"])
+def test_keys_with_channel_scales_are_calibrated(mode: Any) -> None:
+    """Rotated ones: their errors are those of whole blocks, and keys behind these stay as they are."""
+    model = build("llama", max_position_embeddings=512)
+    inject_key_outliers(model, 2, FACTOR)
+    plain = {"preset": "int4-channel", "transforms": ["rotate"]}
+    texts = [40 * models.SENTENCE]
+    ids = models.tokenizer()(texts[0], return_tensors="pt").input_ids[:, :400]
+
+    def diverges(config: Any) -> float:
+        return float(compare(model, ids, {"it": config}, chunk_size=100)[0]["it"].kld.mean())
+
+    before = diverges(plain)
+    result = smooth_attention(
+        model, models.tokenizer(), texts, "int4-channel", mode=mode, num_tokens=1200, window=300, progress=False
+    )
+    assert result.num_smoothed == 2 and all(layer.error_after < layer.error_before for layer in result.layers)
+    assert diverges("int4-channel") < 0.6 * before
+
+
+def test_channel_scales_need_windows_of_a_block() -> None:
+    model = build("llama", max_position_embeddings=512)
+    message = (
+        "smooth_attention: `window` and the texts must have at least 128 tokens for keys whose channels share a scale "
+        "over so many, got windows of 100. Take longer ones."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        smooth_attention(
+            model, models.tokenizer(), [40 * models.SENTENCE], "int4-channel", mode="fold", window=100, progress=False
+        )
 
 
 # --- factors that caches apply ----------------------------------------------------------------------------------------
@@ -195,7 +232,7 @@ def test_caches_hold_the_same_whoever_applies_the_factors(preset: str) -> None:
 
 def test_online_factors_change_no_weight() -> None:
     model = with_outliers()
-    weights, before, diverged = snapshot(model), logits(model), divergence(model)
+    weights, before, diverged = snapshot(model), logits(model), divergence(model, PLAIN)
     result = smooth(model, mode="online")
     assert [layer.placement for layer in result.layers] == ["caches", "caches"] and result.num_smoothed == 2
     assert "2 of 2 layers have factors" in result.report()
@@ -213,7 +250,7 @@ def test_online_factors_change_no_weight() -> None:
             smooth(model, **wanted)
     unsmooth(model)
     assert_untouched(model, weights)
-    assert divergence(model) == diverged
+    assert divergence(model, PLAIN) == diverged
 
 
 def test_online_factors_are_not_tied() -> None:
@@ -250,7 +287,7 @@ def unfoldable(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["quantised", "adapter", "offloaded", "shared"])
 def test_weights_that_cannot_be_edited(kind: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     model = unfoldable(kind)
-    before = divergence(model)
+    before = divergence(model, PLAIN)
     with pytest.raises(NotImplementedError, match=r"Or use mode='online', where caches apply the factors\.$"):
         smooth(model)
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
@@ -266,7 +303,7 @@ def test_weights_that_cannot_be_edited(kind: str, caplog: pytest.LogCaptureFixtu
     load_smoothing(twin, tmp_path / "factors")
     assert same(planes(twin), held)
     unsmooth(model)
-    assert divergence(model) == before
+    assert divergence(model, PLAIN) == before
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "gemma3n_text", "diffllama", "olmo", "falcon"])

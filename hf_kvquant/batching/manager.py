@@ -126,7 +126,7 @@ class Manager(ContinuousBatchingManager):
         self._restore_attention(model)  # of a manager that was dropped without being stopped
         check_served(model, patch.config, continuous_batching_config)
         calls = calls_of_a_token(model, patch.previous_attention)
-        pages = pages_of(model, patch.config, continuous_batching_config.page_size, calls)
+        pages = pages_of(model, patch.config, continuous_batching_config, calls)
         transforms = key_transforms(model, patch.config)
         if continuous_batching_config.scheduler_type not in SCHEDULER_MAPPING:
             raise ValueError(
@@ -137,6 +137,7 @@ class Manager(ContinuousBatchingManager):
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
         resolved = copy.copy(continuous_batching_config)
+        resolved.page_size = next(iter(pages.values())).num_tokens
         settle_graphs(resolved, model.device, can_capture=why_not_captured(model) is None)
         try:
             super().__init__(model, generation_config, resolved, workload_hints)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,7 +23,10 @@ from ..spec.pages import PageLayout
 from ..upstream.contracts import check_release
 from ..upstream.releases import HAS_PAGES, PAGES_SINCE, VERSION
 
+logger = logging.getLogger(__name__)
+
 WHERE = "init_continuous_batching"
+_MOST_TOKENS = 2**30  # of a page that has room for everything
 
 # Layers with a sliding window keep all of their tokens. Rings in pages of their own would need fewer, but transformers
 # takes the pages of all kinds of layers from sectors of the least common multiple of their bytes.
@@ -120,20 +125,23 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
 def pages_of(
     model: PreTrainedModel,
     config: KVQuantConfig,
-    num_tokens: int,
+    batching: ContinuousBatchingConfig,
     calls: Sequence[Call],
 ) -> dict[int, PageLayout]:
     """The page of every layer. Sends one token through the model to see what its caches keep.
 
+    Pages have `page_size` tokens. If that is transformers' default, and the number of pages is not given either, they
+    have more where one must hold the dense windows of a request.
+
     Args:
         model: As in `check_served`.
         config: Likewise.
-        num_tokens: Of a page.
+        batching: Likewise.
         calls: Of attention, which a forward of one token makes.
 
     Raises:
         NotImplementedError: A layer has no keys and values of its own, or attends to others.
-        ValueError: A layer's format cannot be paged, or `num_tokens` does not fit.
+        ValueError: A layer's format cannot be paged, or `page_size` does not fit.
     """
     states = states_of_a_token(model)
     layer_types, _ = layers_of(text_config_of(model))
@@ -148,9 +156,18 @@ def pages_of(
             "with the cache and with its keys and values as they are cached, got other calls. Use generate, or unpatch "
             "the model."
         )
-    pages = {}
+    roomy = {}
     for index, (key, value) in states.items():
         formats = config.formats(index)
         layout = KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
-        pages[index] = PageLayout(layout, key.shape[1], (key.shape[3], value.shape[3]), key.dtype, num_tokens)
-    return pages
+        roomy[index] = PageLayout(layout, key.shape[1], (key.shape[3], value.shape[3]), key.dtype, _MOST_TOKENS)
+    num_tokens, least = batching.page_size, max(page.least_tokens for page in roomy.values())
+    if num_tokens == ContinuousBatchingConfig.page_size < least and batching.num_blocks is None:
+        logger.info(
+            "%s: pages have %d tokens instead of %d, so that one holds the dense windows of a request.",
+            WHERE,
+            least,
+            num_tokens,
+        )
+        num_tokens = least
+    return {index: dataclasses.replace(page, num_tokens=num_tokens) for index, page in roomy.items()}

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ..attention.observation import Observation
 from ..common.progress import Tell
 from ..spec import reference
+from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from .folding import Folding, exact_exponents
 from .smoothing_file import LayerSmoothing
@@ -127,6 +128,18 @@ def pick(errors: Sequence[float]) -> int:
     return best if errors[best] <= (1 - MIN_GAIN) * errors[0] else 0
 
 
+def _through_codes(key: Tensor, key_format: KVFormat, transform: KeyTransform, is_padding: Tensor) -> Tensor:
+    """Keys as a cache gives them back: `[batch, num_kv_heads, tokens, head_dim]` float32, like `key`.
+
+    Keys behind the last whole block of channel scales stay as they are.
+    """
+    num_coded = key.shape[2] // (key_format.block_size or 1) * (key_format.block_size or 1)
+    coded = reference.transform_key(key[:, :, :num_coded], transform)
+    stored = reference.quantize(coded, key_format, is_padding=is_padding[:, :num_coded])
+    read = reference.dequantize(stored, key_format, key_transform=transform)
+    return torch.cat((read, key[:, :, num_coded:]), dim=2)
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
     """Finds the centres and factors of some layers, by index. The model is left unchanged."""
@@ -143,8 +156,15 @@ class Search:
 
         Raises:
             NotImplementedError, RuntimeError: No factors can be folded.
-            ValueError: Keys are not finite.
+            ValueError: Keys are not finite, or no window holds a block of keys.
         """
+        longest = max(ids.shape[1] for ids, _ in self.windows)
+        needed = max(target.key_format.block_size or 1 for target in self.targets.values())
+        if longest < needed:
+            raise ValueError(
+                f"{WHERE}: `window` and the texts must have at least {needed} tokens for keys whose channels share a "
+                f"scale over so many, got windows of {longest}. Take longer ones."
+            )
         self.tell(doing="statistics of keys and queries")
         statistics = collect(self.model, self.windows, self.targets, self.tell)
         bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
@@ -183,8 +203,7 @@ class Search:
             key = key * is_real[:, None, :, None]  # padding must not widen a scale that several tokens share
             for number in set(first[index]):
                 transform = transforms[index][number].to(key.device)
-                stored = reference.quantize(reference.transform_key(key, transform), key_format)
-                read = reference.undo_key_transform(reference.dequantize(stored, key_format), transform)
+                read = _through_codes(key, key_format, transform, ~is_real)
                 out = observation.attend(query, read, value)[is_real]
                 errors[index][number] += float((out - exact).double().square().sum())
 

@@ -90,16 +90,12 @@ class PageLayout:
                     "page cannot have the scale of one of them. Use granularity 'head'."
                 )
             kv_format.num_groups(head_dim)
-        if self.has_windows:
-            tails = self._end_of(_TAILS)
-            if tails > self._end_of(_OF_TOKENS):
-                of_token = layout.bytes_per_token((1, self.num_kv_heads, *self.head_dims), self.dtype)
-                least = -(-tails // (of_token * BLOCK_SIZE)) * BLOCK_SIZE
-                raise ValueError(
-                    f"PageLayout: `num_tokens` must be at least {least} for dense windows of {self.layout.sink_length} "
-                    f"and {self.layout.residual_length} tokens, got {self.num_tokens}: a page must have room for them. "
-                    f"Set `page_size` of the ContinuousBatchingConfig to {least}."
-                )
+        if self.has_windows and self._end_of(_TAILS) > self._end_of(_OF_TOKENS):
+            raise ValueError(
+                f"PageLayout: `num_tokens` must be at least {self.least_tokens} for dense windows of "
+                f"{layout.sink_length} and {layout.residual_length} tokens, got {self.num_tokens}: a page must have "
+                f"room for them. Set `page_size` of the ContinuousBatchingConfig to {self.least_tokens}."
+            )
 
     @property
     def has_tail(self) -> bool:
@@ -110,6 +106,14 @@ class PageLayout:
     def has_windows(self) -> bool:
         """Whether tails have tokens that also have codes. Who shares the codes of another sequence lacks its tails."""
         return self.has_tail and any(self.layout.windows.values())
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that a page of this layer must have at least, whatever this one has."""
+        if not self.has_windows:
+            return BLOCK_SIZE
+        of_token = self.layout.bytes_per_token((1, self.num_kv_heads, *self.head_dims), self.dtype)
+        return -(-self._end_of(_TAILS) // (of_token * BLOCK_SIZE)) * BLOCK_SIZE
 
     @property
     def parts(self) -> list[PagePart]:

@@ -8,7 +8,7 @@ square m, the rotated codes cost the logits least with
 
 up to a constant of the head: the error that a factor takes from its own channel, it adds to the others. Here v and m
 come from one forward over random tokens. That is a rough measure, so only heads with large outliers get factors.
-Calibration (`smooth_attention`) measures better, and its results go before these.
+Calibration (`smooth_attention`) measures the same on real text, among other candidates; its results go before these.
 
 Factors are powers of two, so they round nothing. Variances leave out what all keys share: a centre, or the zeros of
 channels, take that.
