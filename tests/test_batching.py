@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import re
 import weakref
 from collections.abc import Iterator
@@ -268,6 +269,21 @@ def test_pages_have_room_for_dense_tokens() -> None:
         assert batched(model, PROMPTS, page_size=least) == [alone(model, prompt) for prompt in PROMPTS]
         with pytest.raises(ValueError, match=message.replace("got 128", f"got {least - 128}")):
             model.init_continuous_batching(generation(4), settings(page_size=least - 128))
+
+
+def test_pages_grow_for_dense_tokens_if_nobody_sets_them(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"preset": "int4-channel", "sink_length": 4, "residual_length": 28}
+    batching = ContinuousBatchingConfig(max_batch_tokens=64, max_memory_percent=0.001)
+    with patched(models.llama(), config) as model, caplog.at_level(logging.INFO, "hf_kvquant"):
+        outputs = model.generate_batch(PROMPTS, generation(4), batching)
+        assert [output.generated_tokens for output in outputs.values()] == [alone(model, each, 4) for each in PROMPTS]
+    assert batching.page_size == 256, "the caller's config stays as it is"
+    (message,) = {record.getMessage() for record in caplog.records if "pages have" in record.getMessage()}
+    assert re.fullmatch(
+        r"init_continuous_batching: pages have \d+ tokens instead of 256, so that one holds the dense windows of a "
+        r"request\.",
+        message,
+    )
 
 
 @pytest.mark.parametrize("preset", ["int4", "int4-channel", K4V2], ids=str)

@@ -121,10 +121,15 @@ def test_other_devices_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "message", "error"),
     [
-        ({"preset": "int4", "sink_length": 999}, {}, "PageLayout: `num_tokens` must be at least", ValueError),
+        (
+            {"preset": "int4", "sink_length": 999},
+            {"page_size": 384},
+            "PageLayout: `num_tokens` must be at least",
+            ValueError,
+        ),
         (
             {"preset": "int4", "layers": {1: {"residual_length": 800}}},
-            {},
+            {"num_blocks": 4},
             "for dense windows of 0 and 800 tokens, got 256: a page must have room for them. Set `page_size`",
             ValueError,
         ),
