@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin, PreTrainedModel
 
 from .attention import unregistered as own_attention
-from .attention.registry import implementation_name, is_ours, set_attention
+from .attention.registry import implementation_name, is_ours, is_upstream, not_upstream, set_attention
 from .batching import hook as batching
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig, register_preflight
@@ -225,6 +225,10 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
 
 def why_dense(model: PreTrainedModel) -> str | None:
     """Why a patched model always attends to dequantised tensors, or `None` if it does not."""
-    if is_ours(text_config_of(model)._attn_implementation) or own_attention.is_patched(model):
+    if own_attention.is_patched(model):
         return None
+    if is_ours(text_config_of(model)._attn_implementation):
+        patch = patch_of(model)
+        prev = "eager" if patch is None else patch.previous_attention
+        return None if is_upstream(prev) else not_upstream(prev)
     return f"{type(model).__name__} computes attention by itself, outside transformers' registry"

@@ -270,6 +270,12 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def checkpoint_gradients(model: PreTrainedModel, is_on: bool = True) -> None:
+    """Turn gradient checkpointing on or off, by the name that the installed transformers has for it."""
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{kind}_checkpointing_{'enable' if is_on else 'disable'}")()
+
+
 def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the printable characters of ASCII; byte-level BPE spells the space Ġ."""
     alphabet = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1)), "Ċ"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import re
 from typing import Any
 
@@ -15,9 +16,12 @@ import models
 import pytest
 import tolerances
 import torch
+from compare import assert_same
+from models import greedy, left_padded, logits
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.cache_utils import DynamicCache
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
@@ -30,7 +34,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from hf_kvquant import PRESETS, KVQuantCache, patched
+from hf_kvquant import PRESETS, KVQuantCache, patched, report
 from hf_kvquant.attention.registry import attention, attention_mask, implementation_name, is_ours
 from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.spec import reference
@@ -517,3 +521,44 @@ def test_gradients_of_queries_over_keys_as_they_came_are_those_of_transformers()
             model(ids[:, 5:], **with_cache(cache), labels=ids[:, 5:]).loss.backward()
             found.append(weight.grad.clone())
     compare.assert_same(found[1], found[0], "gradient")
+
+
+def test_the_kernel_serves_only_what_transformers_ships(caplog: pytest.LogCaptureFixture) -> None:
+    """A function of the user's own computes every step, the first chunk and those over codes."""
+    calls = []
+
+    def halved(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(query.shape[2])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, 0.5 * query, *args, **kwargs)
+
+    AttentionInterface.register("halved", halved)
+    AttentionMaskInterface.register("halved", sdpa_mask)
+    model = models.build("llama")
+    try:
+        model.set_attn_implementation("halved")
+        expected = logits(greedy(model, left_padded()))
+        num_calls = len(calls)
+        with patched(model, "int8"), caplog.at_level(logging.WARNING, "hf_kvquant"):
+            output = greedy(model, left_padded())
+            served = {(layer.kernel, layer.reason, *layer.fallbacks) for layer in report(model).layers}
+            with pytest.raises(NotImplementedError, match="attends by a function of its own: 'halved' is not the"):
+                model.generate_batch([[5, 6]], continuous_batching_config=ContinuousBatchingConfig(num_blocks=4))
+        with patched(model, "none"):
+            assert_same(logits(greedy(model, left_padded())), expected, "unquantised")
+    finally:
+        for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            for registered in [name for name in interface.valid_keys() if "halved" in name]:
+                type(interface)._global_mapping.pop(registered, None)
+    reason = "'halved' is not the attention that transformers ships under this name"
+    assert served == {("transformers, over dequantised tensors", reason, reason)}
+    assert any(reason in record.getMessage() for record in caplog.records)
+    assert len(calls) >= 2 * num_calls, "every call went to the user's function"
+    assert (logits(output) - expected).abs().max() < 0.2 * expected.std()
+
+
+def test_dropout_and_scaling_may_come_by_position() -> None:
+    """As transformers' own functions take them."""
+    x, function = torch.randn(1, 4, 3, HEAD_DIM), ALL_ATTENTION_FUNCTIONS["hf_kvquant"]
+    by_name, _ = function(make_module(), x, x, x, None, dropout=0.0, scaling=0.25)
+    by_position, _ = function(make_module(), x, x, x, None, 0.0, 0.25)
+    assert_same(by_position, by_name, "out")

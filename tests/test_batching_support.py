@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from hf_kvquant import patched
 from hf_kvquant.batching import support
 from hf_kvquant.batching.support import WHERE
+from hf_kvquant.models import probing
 from hf_kvquant.state import patch_of
 from hf_kvquant.upstream.releases import HAS_PAGES
 
@@ -109,6 +110,16 @@ def test_models_that_pass_nothing_on_are_refused() -> None:
 def test_layers_without_keys_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "states_of_a_token", lambda model: {0: (torch.zeros(1), torch.zeros(1))})
     check_refused(models.llama(), "int8", "every layer of LlamaForCausalLM must have keys and values of its own, got 1")
+
+
+@needs_pages
+def test_a_model_that_drops_caches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "CHECKPOINTING_DROPS_CACHES", True)
+    model = models.build("llama")
+    models.checkpoint_gradients(model)
+    model.train()
+    message = "`model` must keep its cache, got a LlamaForCausalLM in training mode with gradient checkpointing, which"
+    check_refused(model, "int8", f"init_continuous_batching: {message}", ValueError)
 
 
 @needs_pages

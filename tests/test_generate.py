@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import re
 from inspect import signature
 from typing import Any
 
@@ -38,9 +39,10 @@ from transformers.masking_utils import create_chunked_causal_mask
 import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.layers import KVQuantLayer
+from hf_kvquant.models import probing
 from hf_kvquant.spec import reference
 from hf_kvquant.storage.tally import _log_fallback
-from hf_kvquant.upstream.releases import cache_of, with_cache
+from hf_kvquant.upstream.releases import CHECKPOINTING_DROPS_CACHES, cache_of, with_cache
 
 QUANTIZED = [preset for preset in PRESETS if preset != "none"]
 
@@ -631,3 +633,26 @@ def test_layers_that_share_keys_and_values_append_once(family: str) -> None:
         if x is not value:
             expected = reference.undo_key_transform(expected, transform)
         compare.assert_same(dense, expected, "what the cache holds")
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_model_that_drops_caches_is_refused(monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
+    """Before transformers 5.24, a step in training mode with gradient checkpointing does not see the tokens before."""
+    if not drops and CHECKPOINTING_DROPS_CACHES:
+        pytest.skip("this transformers drops them")
+    monkeypatch.setattr(probing, "CHECKPOINTING_DROPS_CACHES", drops)
+    model = models.build("llama")
+    models.checkpoint_gradients(model)
+    with patched(model, "int8"):
+        expected = greedy(model, left_padded()).sequences
+        model.train()
+        if drops:
+            message = (
+                "generate: `model` must keep its cache, got a LlamaForCausalLM in training mode with gradient "
+                "checkpointing, which drops the cache of every forward. Call model.eval() before, and model.train() "
+                "afterwards."
+            )
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                greedy(model, left_padded())
+            models.checkpoint_gradients(model, False)
+        compare.assert_same(greedy(model, left_padded()).sequences, expected, "a roll-out in training mode")

@@ -92,10 +92,10 @@ def attention(
     key: Tensor | KVHandle,
     value: Tensor | KVHandle,
     attention_mask: Tensor | None,
-    *,
-    prev: str,
     dropout: float = 0.0,
     scaling: float | None = None,
+    *,
+    prev: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, called through `transformers.AttentionInterface`.
@@ -105,9 +105,9 @@ def attention(
         query: `[batch, num_q_heads, q_len, head_dim]`, after RoPE.
         key, value: `[batch, num_kv_heads, tokens, head_dim]` each, or handles.
         attention_mask: What `masks.attention_mask` returned, or a mask of the user's own.
-        prev: The implementation for everything that is not ours.
         dropout: Of the attention weights; only `prev` supports it.
         scaling: Multiplies query · key; `None` means `head_dim ** -0.5`.
+        prev: The implementation for everything that is not ours.
         **kwargs: Model-specific.
 
     Returns:
@@ -124,7 +124,7 @@ def attention(
         return attend_densely(key, value, attention_mask)
     check_request(module, kwargs)
     step, storage = key.step, key.step.storage
-    reason = why_not_kernel(module, query, attention_mask, storage.is_quantized, dropout, kwargs)
+    reason = why_not_kernel(prev, module, query, attention_mask, storage.is_quantized, dropout, kwargs)
     if reason is None:
         out, _ = storage.attend(
             query,
@@ -170,11 +170,19 @@ def check_request(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def why_not_kernel(
-    module: nn.Module, query: Tensor, mask: Tensor | None, is_quantized: bool, dropout: float, kwargs: dict[str, Any]
+    prev: str,
+    module: nn.Module,
+    query: Tensor,
+    mask: Tensor | None,
+    is_quantized: bool,
+    dropout: float,
+    kwargs: dict[str, Any],
 ) -> str | None:
     """Why a layer has to attend to dense tensors, or `None` if the kernel can serve it."""
     if not is_quantized:
         return NOT_QUANTIZED
+    if not is_upstream(prev):
+        return not_upstream(prev)
     if mask is not None and not is_bounds(mask):
         return "the attention mask is neither causal nor left padding"
     if dropout and module.training:
@@ -188,6 +196,24 @@ def why_not_kernel(
             if not name.startswith(_HARMLESS):
                 return f"the model passes '{name}' to attention"
     return None
+
+
+def is_upstream(prev: str) -> bool:
+    """Whether the function of an implementation is transformers' own, so that it computes what the kernel does.
+
+    Users register functions of their own, and packages wrap those that are there, also after a model is patched.
+    """
+    if prev == "eager":  # in the model's own file
+        return True
+    function: Any = ALL_ATTENTION_FUNCTIONS[prev]
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__module__", "")).startswith("transformers.")
+
+
+def not_upstream(prev: str) -> str:
+    """Why codes are not attended to directly, where `is_upstream` does not hold."""
+    return f"'{prev}' is not the attention that transformers ships under this name"
 
 
 def call_previous(prev: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -116,10 +116,10 @@ def paged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    prev: str,
     dropout: float = 0.0,
     scaling: float | None = None,
+    *,
+    prev: str,
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -131,9 +131,9 @@ def paged_attention(
             padding.
         key, value: `[1, num_kv_heads, tokens, head_dim]` each.
         attention_mask: `None`.
-        prev: The implementation for first chunks.
         dropout: Of the attention weights; must be 0.
         scaling: Multiplies query · key; `None` means `head_dim ** -0.5`.
+        prev: The implementation for first chunks.
         cache: A `PagedCache`, told which requests there are, or `None` if `key` has a note of it.
         **kwargs: Model-specific.
 
@@ -152,7 +152,7 @@ def paged_attention(
         )
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_BATCHES}
     check_request(module, kwargs)
-    reason = why_not_kernel(module, query, attention_mask, True, dropout, kwargs)
+    reason = why_not_kernel(prev, module, query, attention_mask, True, dropout, kwargs)
     if reason is not None:
         raise NotImplementedError(
             f"continuous batching: {type(module).__name__} cannot attend to pages of codes, since {reason}. "

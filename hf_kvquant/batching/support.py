@@ -12,14 +12,15 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils.import_utils import is_psutil_available
 
-from ..attention.registry import is_ours
+from ..attention.registry import is_ours, is_upstream, not_upstream
 from ..config import KVQuantConfig
 from ..models.layers import layers_of
-from ..models.probing import states_of_a_token
+from ..models.probing import states_of_a_token, why_without_cache
 from ..models.sharding import why_not_captured
 from ..models.text_config import text_config_of
 from ..spec.layout import KVLayout
 from ..spec.pages import PageLayout
+from ..state import patch_of
 from ..upstream.contracts import check_release
 from ..upstream.releases import HAS_PAGES, PAGES_SINCE, VERSION
 
@@ -62,6 +63,9 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
         ImportError: The memory cannot be sized, because psutil is missing.
         NotImplementedError, ValueError: The model or a setting is not supported; the message says which.
     """
+    why_not = why_without_cache(model)
+    if why_not is not None:
+        raise ValueError(f"{WHERE}: `model` must keep its cache, got a {type(model).__name__} {why_not}")
     for why in _reasons(model, config):
         raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why} Use generate, or unpatch the model.")
     if model.device.type != "cuda" and (batching.use_async_batching or any(batching.cuda_graph_booleans)):
@@ -103,6 +107,9 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
             "does not have the attention implementation that patch sets: it computes attention by itself, outside "
             "transformers' registry, or another has been set since."
         )
+    patch = patch_of(model)
+    if patch is not None and not is_upstream(patch.previous_attention):
+        yield f"attends by a function of its own: {not_upstream(patch.previous_attention)}."
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         yield "takes no further arguments that it passes on to attention, and pages come with these."

@@ -23,6 +23,7 @@ from ..cache.support import check_layers
 from ..config import BACKEND, KVQuantConfig, is_like_backend
 from ..models.adapters import adapted, changed
 from ..models.layers import count_layers, keeps_cache, layers_of
+from ..models.probing import why_without_cache
 from ..models.sharding import check_heads
 from ..models.text_config import text_config_of
 from ..state import notes_on, patch_of, state_of
@@ -73,8 +74,8 @@ def prepare_cache(
     every other cache; `None` means the model class's own method.
 
     Raises:
-        NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, and a cache together with
-            `use_cache=False`, are refused too.
+        NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, a cache together with
+            `use_cache=False`, and gradient checkpointing in training mode are refused too.
     """
     generation_mode, batch, max_length = args
     batch *= max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -98,6 +99,9 @@ def prepare_cache(
             model_kwargs[CACHE] = pair
             compile_with_masks_only(model, generation_config, model_kwargs)
         return prepare(generation_config, model_kwargs)
+    why_not = why_without_cache(model)
+    if why_not is not None:
+        raise ValueError(f"generate: `model` must keep its cache, got a {type(model).__name__} {why_not}")
     cache = _new_cache(call, config)
     patch = patch_of(model)
     if patch is not None:

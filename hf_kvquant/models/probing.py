@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
-from ..upstream.releases import with_cache
+from ..upstream.releases import CHECKPOINTING_DROPS_CACHES, with_cache
 from .layers import layers_of
 from .text_config import text_config_of
 
@@ -122,6 +122,19 @@ def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]], *, before: boo
                 module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
             )
         yield
+
+
+def why_without_cache(model: nn.Module) -> str | None:
+    """Why forwards of a model drop the cache that they are given, as the end of a sentence; `None` if they keep it."""
+    takes_gradients = CHECKPOINTING_DROPS_CACHES or torch.is_grad_enabled()
+    if takes_gradients and any(
+        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    ):
+        return (
+            "in training mode with gradient checkpointing, which drops the cache of every forward. Call model.eval() "
+            "before, and model.train() afterwards."
+        )
+    return None
 
 
 @contextlib.contextmanager

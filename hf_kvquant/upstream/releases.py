@@ -54,6 +54,9 @@ MAKES_MASKS_FIRST = is_since("5.18")
 # Whether assisted decoding crops static caches, and compiles its steps over them.
 ASSISTS_STATIC_CACHES = is_since("5.24")
 
+# Whether layers with gradient checkpointing drop the cache in training mode, also where no gradients are taken.
+CHECKPOINTING_DROPS_CACHES = not is_since("5.24")
+
 # Since when the paged cache of continuous batching has the parts that ours replaces.
 PAGES_SINCE = "5.23"
 HAS_PAGES = is_since(PAGES_SINCE)
