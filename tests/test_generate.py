@@ -656,3 +656,20 @@ def test_a_model_that_drops_caches_is_refused(monkeypatch: pytest.MonkeyPatch, d
                 greedy(model, left_padded())
             models.checkpoint_gradients(model, False)
         compare.assert_same(greedy(model, left_padded()).sequences, expected, "a roll-out in training mode")
+
+
+@pytest.mark.parametrize("options", [{}, {"static": True}], ids=["growing", "static"])
+@pytest.mark.parametrize("preset", ["none", "int8", "int4-channel"])
+def test_autocast_makes_keys_and_values_of_two_dtypes(preset: str, options: dict[str, Any]) -> None:
+    """Values come in bfloat16, keys in float32 after RoPE, as in trainers with `bf16=True`."""
+    model, inputs = models.build("llama", max_position_embeddings=512), left_padded(2, 140, (0, 5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = greedy(model, inputs)
+        with patched(model, {"preset": preset, **options}):
+            output = greedy(model, inputs, disable_compile=True)
+    cache = cache_of(output)
+    assert all(storage.dtype == torch.float32 for storage in cache.storages)
+    assert cache.get_seq_length() == 145
+    spread = float(models.logits(expected).std())
+    bound = spread * {"none": 0.02, "int8": 0.1, "int4-channel": 1.0}[preset]
+    compare.assert_close(models.logits(output)[:, :2], models.logits(expected)[:, :2], bound, preset)

@@ -85,7 +85,7 @@ class KVQuantLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for tokens like these; the tensors may hold no tokens."""
-        buffers.allocate_for(self.storage, key_states, value_states)
+        buffers.allocate_for(self.storage, *_in_one_dtype(key_states, value_states))
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -94,7 +94,7 @@ class KVQuantLayer(CacheLayerMixin):
 
         Args:
             key_states: `[batch, num_kv_heads, q_len, head_dim]`, after RoPE.
-            value_states: The same for values.
+            value_states: The same for values. Under autocast, their dtypes may differ; the wider one is stored.
 
         Returns:
             For the first chunk, the tensors that were given (made contiguous where nothing is quantised). Afterwards
@@ -108,7 +108,7 @@ class KVQuantLayer(CacheLayerMixin):
         is_first_chunk = storage.is_empty
         if not is_first_chunk and torch.is_grad_enabled():
             _check_no_gradients(storage.name, key_states, value_states)
-        storage.extend(key_states, value_states)
+        storage.extend(*_in_one_dtype(key_states, value_states))
         if is_first_chunk:
             # Later chunks get `starts` from attention. The mask may be on another device: that of the first layer.
             starts = self.notes.starts
@@ -196,6 +196,14 @@ class KVQuantLayer(CacheLayerMixin):
         """Move the codes back to the layer's device."""
         if self.home is not None:
             buffers.move(self.storage, self.home)
+
+
+def _in_one_dtype(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in the wider of their dtypes: RoPE makes keys float32 where autocast makes values bfloat16."""
+    if key.dtype == value.dtype:
+        return key, value
+    dtype = torch.promote_types(key.dtype, value.dtype)
+    return key.to(dtype), value.to(dtype)
 
 
 def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
