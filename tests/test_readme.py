@@ -70,7 +70,7 @@ def test_a_result_that_changes_changes_the_pages(renderer: ModuleType) -> None:
     for name in ("fidelity", "real_generate"):
         results[name]["presets"]["int4"]["perplexity_change"] = 1.0
     after = renderer.parts(results)
-    assert {name for name in before if before[name] != after[name]} == {"summary", "quality", "real"}
+    assert {name for name in before if before[name] != after[name]} == {"summary", "quality", "real", "windows"}
     assert "+100.00%" in after["summary"]
 
 
@@ -446,8 +446,9 @@ def test_every_preset_is_in_every_table(renderer: ModuleType) -> None:
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|", page, flags=re.MULTILINE)
     measured, real = (renderer.load(name)["presets"] for name in ("fidelity", "real_generate"))
+    with_windows = [name.partition(":")[0] for name in (*renderer.render_real.WITH_WINDOWS, "quanto-4")]
     # When to take it, what it stores, and what was measured on both models; the unquantised one is not in all.
-    assert sorted(rows) == sorted([*PRESETS, *PRESETS, *measured, *real.keys() - {"none"}])
+    assert sorted(rows) == sorted([*PRESETS, *PRESETS, *measured, *real.keys() - {"none"}, *with_windows])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "evals" / "results").glob("*.json")), ids=lambda path: path.name)
