@@ -655,6 +655,49 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/transforms/balancing.py",
+        (
+            "is_large = (octaves.amax(-1, keepdim=True) >= MIN_OCTAVES)",
+            "is_large = (octaves.amax(-1, keepdim=True) >= 0)",
+            "heads without outliers get factors of noise",
+            "balancing",
+        ),
+        ("queries).log2() / 4", "queries).log2() / 2", "factors leave the outliers to the queries", "balancing"),
+    ),
+    *of(
+        "hf_kvquant/transforms/of_model.py",
+        (
+            "if transforms_of(model).smoothing or state_of(model).smoothing is not None:",
+            "if transforms_of(model).smoothing:",
+            "a calibrated model is smoothed twice",
+            "balancing",
+        ),
+        (
+            "for index, each in transforms.items() if each.is_rotated}",
+            "for index, each in transforms.items()}",
+            "a forward is spent where factors have no part",
+            "balancing",
+        ),
+    ),
+    *of(
+        "hf_kvquant/attention/registry.py",
+        (
+            'return str(getattr(function, "__module__", "")).startswith("transformers.")',
+            "return True",
+            "the kernel takes the place of the user's attention",
+            "attention",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache/layers.py",
+        (
+            "dtype = torch.promote_types(key.dtype, value.dtype)",
+            "dtype = value.dtype",
+            "keys lose bits under autocast",
+            "generate",
+        ),
+    ),
+    *of(
         "hf_kvquant/transforms/centering.py",
         (
             "if bool(center.any())}",
