@@ -110,7 +110,9 @@ def test_injection_and_calibration_are_told(
     assert calibrated["reference_perplexity"] == pytest.approx(injected["reference_perplexity"], rel=1e-3)
     rows = calibrated["presets"]
     without, added, left = (each["presets"]["int4"]["kld"] for each in (plain, injected, calibrated))
-    assert left - without < 0.25 * (added - without), "calibration undoes most of what was injected"
+    hurt = injected["presets"]["int4-untransformed"]["kld"]
+    for kld in (added, left):
+        assert kld - without < 0.05 * (hurt - without), "with or without calibration, most of it is undone"
     assert rows["int4"]["kld"] < rows["int4-untransformed"]["kld"]
     assert rows["int4-untransformed"]["config"]["transforms"] == []
 

@@ -10,6 +10,7 @@ not proportional to its input.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -354,8 +355,10 @@ def rule_of(output: Output) -> Rule | None:
     x = torch.randn((1, *output.shape), generator=torch.Generator().manual_seed(0)).to(weight)
     silent: dict[Rule, float] = {"gain": 0.0, "gain_plus_one": -1.0}
     for rule, value in silent.items():
-        parameters = {name: torch.zeros_like(parameter) for name, parameter in module.named_parameters()}
-        parameters["weight"] = torch.full_like(weight, value)
-        if not torch.func.functional_call(module, parameters, (x,)).any():
+        # Not `functional_call`: where compressed-tensors (0.20) has dispatched a model, it leaves its numbers in place.
+        trial: Any = copy.copy(module)
+        trial._parameters = {name: torch.zeros_like(x) for name, x in module.named_parameters(recurse=False)}
+        trial._parameters["weight"] = torch.full_like(weight, value)
+        if not type(module).forward(trial, x).any():
             return rule
     return None
