@@ -86,6 +86,9 @@ def test_nobody_looks_where_factors_have_no_part(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(of_model, "balancing_factors", lambda given: calls.append(given) or balancing_factors(given))
     for config in ("fp8", "none", {"preset": "int4", "transforms": ["rotate"]}, {"transforms": ["smooth"]}):
         assert all(transform.smoothing is None for transform in key_transforms(model, config).values())
+    biased, _ = with_outliers("qwen2")
+    found = key_transforms(biased, {"preset": "int4", "transforms": ["center", "smooth"]})
+    assert {transform.describe() for transform in found.values()} == {"center"}, "outliers stay in their channels"
     assert not calls
     of_model.set_smoothing(model, {0: torch.full((2, models.HEAD_DIM), 2.0)})
     assert [transform.describe() for transform in key_transforms(model, "int4").values()] == ["smooth+rotate", "rotate"]
