@@ -29,6 +29,7 @@ from .graphs.decode_loop import generate
 from .models.layers import keeps_cache, layers_of
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
+from .presets import FEW_BITS
 from .state import Patch, keep, noted_models, notes_on, patch_of
 from .upstream.contracts import check_release
 
@@ -84,12 +85,9 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
         )
     _install(model, Patch(config, previous))
     formats = (config, *config.layers.values())
-    if any(each.key.is_quantized and each.key.bits <= _FEW_BITS for each in formats):
+    if any(each.key.is_quantized and each.key.bits <= FEW_BITS for each in formats):
         _preflight("hint").tell(model, config)
     return model
-
-
-_FEW_BITS = 4  # keys with more are left alone by what makes keys hard to quantise
 
 
 def _preflight(module: str) -> Any:

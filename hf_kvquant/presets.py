@@ -58,6 +58,8 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
 _FOUR_AND_NEWEST = {"sink_length": 4, "residual_length": 128}
 PRESET_WINDOWS: dict[str, dict[str, int]] = {"k4v2": _FOUR_AND_NEWEST, "int2": _FOUR_AND_NEWEST}
 DEFAULT_PRESET = "int8"
+# Keys of so many bits or fewer suffer from biases and outlier channels, which the pre-flight looks for.
+FEW_BITS = 4
 
 # The formats of keys and of values for which the user gives only a storage type: every one has such formats.
 _DEFAULT_FORMATS: dict[str, dict[str, KVFormat]] = {

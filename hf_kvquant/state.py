@@ -122,6 +122,8 @@ class ModelNotes:
         balancing: Smoothing factors of heads with large outliers; `None` before they are looked for.
         num_kv_heads: By layer, how many key-value heads this rank computes; `None` before they are counted.
         manager: Weak reference to the newest manager of continuous batching; `None` before the first one.
+        has_hint: Whether the log has said that the model's weights speak against few bits.
+        preflights: What pre-flights have measured, each with the calibration that the model had then.
         is_told: Whether the log says that the model attends to dequantised tensors.
         keeps_attention: Whether the model has been found not to let its attention implementation be set.
     """
@@ -136,6 +138,8 @@ class ModelNotes:
         self.balancing: dict[int, Tensor] | None = None
         self.num_kv_heads: dict[int, int] | None = None
         self.manager: Any = None
+        self.has_hint = False
+        self.preflights: list[tuple[tuple[Any, ...], Any]] = []
         self.is_told = False
         self.keeps_attention = False
 

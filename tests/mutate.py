@@ -673,8 +673,8 @@ MUTATIONS = [
             "balancing",
         ),
         (
-            "for index, each in transforms.items() if each.is_rotated}",
-            "for index, each in transforms.items()}",
+            'if each.is_rotated and "smooth" in config',
+            'if "smooth" in config',
             "a forward is spent where factors have no part",
             "balancing",
         ),

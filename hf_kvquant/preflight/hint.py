@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +21,18 @@ from ..calibration.smoothing import is_smoothed
 from ..calibration.smoothing_file import numbered
 from ..config import KVQuantConfig
 from ..models.text_config import count_of, head_dim_of, positions_of, text_config_of
+from ..presets import FEW_BITS
 from ..spec.key_transform import KeyTransform
+from ..state import notes_on
 from ..transforms.centering import NUM_POSITIONS
 from ..transforms.of_model import transforms_of
-from .signals import LIMIT_BITS, SHAPES, Finding, KeySignals
+from .signals import SHAPES, Finding, KeySignals
 from .verdict import measured
 
 logger = logging.getLogger(__name__)
 
 # Columns of a projection that row norms are taken of. Of 4,096 columns, 512 give norms that are 3 % off.
 MOST_COLUMNS = 512
-
-_told: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def tell(model: PreTrainedModel, config: KVQuantConfig) -> None:
@@ -44,12 +43,12 @@ def tell(model: PreTrainedModel, config: KVQuantConfig) -> None:
     """
     transforms = transforms_of(model)
     is_calibrated = is_smoothed(model) or transforms.centers is not None or bool(transforms.smoothing)
-    if model in _told or is_calibrated or measured(model, config) is not None:
+    if notes_on(model).has_hint or is_calibrated or measured(model, config) is not None:
         return
     findings = list(_findings(model, config))
     if not findings:
         return
-    _told.add(model)
+    notes_on(model).has_hint = True
     causes = []
     for signal in dict.fromkeys(finding.signal for finding in findings):
         alike = [finding for finding in findings if finding.signal == signal]
@@ -76,7 +75,7 @@ def _findings(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[Finding
             if not isinstance(index, int) or index in left_out or not isinstance(_part(attention, "k_proj"), nn.Linear):
                 continue
             formats = config.formats(index)
-            if not formats.key.is_quantized or formats.key.bits > LIMIT_BITS:
+            if not formats.key.is_quantized or formats.key.bits > FEW_BITS:
                 continue
             signals = _signals(model, layer, attention, index, turn)
             if signals is None:

@@ -23,10 +23,11 @@ from ..config import KVQuantConfig, LayerFormats
 from ..models.layers import layers_of
 from ..models.probing import arbitrary_ids
 from ..models.text_config import count_of, head_dim_of, text_config_of
+from ..presets import FEW_BITS
 from ..spec.key_transform import KeyTransform
 from ..transforms.centering import bias_centers
 
-# Limits for keys of LIMIT_BITS bits. The numbers below are the largest KL divergence of a layer in nats per token,
+# Limits for keys of FEW_BITS bits. The numbers below are the largest KL divergence of a layer in nats per token,
 # measured on the reference model with int4 and no transforms. Limits grow with the number of steps: those of 8-bit keys
 # are 16 times higher.
 #
@@ -42,7 +43,6 @@ ROTATED_CHANNEL_LIMIT = 8.0
 # Rotation mixes outliers into all channels, so they also count if channels have scales of their own, though less.
 # Channel scales and rotation, 8.2 to 11.8: .0066; 16 to 24: .021; 23 to 34: .035. Without the rotation .0032 always.
 CHANNEL_SCALES_LIMIT = 12.0
-LIMIT_BITS = 4
 # Least head_dim, and least number of channels over which rotation spreads an outlier. Published 4-bit results are worse
 # below these, but not on every model, so they never decide a verdict.
 MIN_HEAD_DIM = 128
@@ -103,7 +103,7 @@ class KeySignals:
         has_channel_scales = key.granularity == "channel"  # with zeros, which take the constant away
         if not key.is_quantized or (has_channel_scales and not transform.is_rotated):
             return []
-        factor = 2.0 ** (key.bits - LIMIT_BITS)
+        factor = 2.0 ** (key.bits - FEW_BITS)
         found = []
         ratio, limit = self.bias_ratio(transform.center), factor * BIAS_LIMIT
         if ratio is not None and ratio > limit and not has_channel_scales:
@@ -123,7 +123,7 @@ class KeySignals:
             what, ratio = "norm gains" if self.channel_source == "gains" else "projection rows", self.channel_ratio
             detail = f"{what} of {ratio:.3g} times the median channel, limit {limit:g}"
             found.append(Finding(self.layer_idx, "key channels", ratio, limit, detail, remedy, not is_rotated))
-        if self.head_dim is not None and key.bits <= LIMIT_BITS and not has_channel_scales:
+        if self.head_dim is not None and key.bits <= FEW_BITS and not has_channel_scales:
             block = self.head_dim & -self.head_dim
             for signal, what, value, least in (
                 ("head_dim", "a head_dim", self.head_dim, MIN_HEAD_DIM),

@@ -7,7 +7,6 @@ import logging
 import operator
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from ..common.tables import plain, table_of
 from ..config import PRESETS, KVQuantConfig, LayerFormats
 from ..presets import preset_formats
-from ..state import state_of
+from ..state import notes_on, state_of
 from .divergence import Cost
 from .signals import SHAPES, Finding, KeySignals
 
@@ -222,7 +221,7 @@ class Preflight:
 def remember(model: PreTrainedModel, result: Preflight) -> None:
     """Keep what a pre-flight has measured, for `measured`."""
     if result.cost is not None:
-        known = _measured.setdefault(model, [])
+        known = notes_on(model).preflights
         known[:] = [(state, each) for state, each in known if _formats(each.config) != _formats(result.config)]
         known.append((_calibration_of(model), result))
 
@@ -233,14 +232,11 @@ def measured(model: PreTrainedModel, config: KVQuantConfig) -> Preflight | None:
     Where caches keep their codes makes no difference. Weights that were changed by others are not noticed.
     """
     state = _calibration_of(model)
-    for other, result in _measured.get(model, ()):
+    result: Preflight
+    for other, result in notes_on(model).preflights:
         if _formats(result.config) == _formats(config) and all(map(operator.is_, other, state)):
             return result
     return None
-
-
-# By model, what was measured, each with the state of its calibration at that time.
-_measured: WeakKeyDictionary[PreTrainedModel, list[tuple[tuple[Any, ...], Preflight]]] = WeakKeyDictionary()
 
 
 def _formats(config: KVQuantConfig) -> KVQuantConfig:

@@ -90,8 +90,9 @@ def key_transforms(
         return transforms
     config = KVQuantConfig.resolve(preset_or_config)
     # Without a rotation, outliers stay in their channels.
-    is_open = {index for index, each in transforms.items() if each.is_rotated}
-    is_open = {index for index in is_open if "smooth" in config.formats(index).transforms}
+    is_open = {
+        index for index, each in transforms.items() if each.is_rotated and "smooth" in config.formats(index).transforms
+    }
     for index, factors in (_balancing(model) if is_open else {}).items():
         if index in is_open:
             transforms[index] = dataclasses.replace(transforms[index], smoothing=factors)
