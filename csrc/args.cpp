@@ -209,15 +209,16 @@ Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& pl
   side.has_channel_scales = granularity == Granularity::channel;
   const bool is_quantized = side.storage != Storage::none;
   const int sinks = params.sink_length, window = params.residual_length;
-  side.ring = side.has_channel_scales ? ((window + kBlockSize - 1) / kBlockSize + 1) * kBlockSize : window;
+  const int alignment = side.has_channel_scales ? kTailAlignment : 1;
+  side.ring = (window + alignment - 1) / alignment * alignment + (side.has_channel_scales ? kBlockSize : 0);
   const bool is_tailed = has_tail(format, params);
   const size_t count = 1 + is_quantized + !side.is_symmetric + is_tailed;
   KVQ_CHECK(planes.size() == count, Subject{args.where, name}, "be ", count, " tensors for this layout, got ",
             planes.size(), ".", kMade);
   if (is_tailed && side.ring > 0 && planes.back().defined() && planes.back().dim() == 4) {
-    // A tail may have more rows for the newest tokens than attention reads; blocks stay whole.
-    const int64_t ring = planes.back().size(2) - sinks, step = side.has_channel_scales ? kBlockSize : 1;
-    if (ring > side.ring && ring <= kMaxInt - sinks && ring % step == 0) side.ring = static_cast<int>(ring);
+    // A tail may have more rows for the newest tokens than attention reads.
+    const int64_t ring = planes.back().size(2) - sinks;
+    if (ring > side.ring && ring <= kMaxInt - sinks && ring % alignment == 0) side.ring = static_cast<int>(ring);
   }
 
   // Checks the next plane and returns its memory. Writes strides, which are 0 for axes of size 1.
@@ -287,15 +288,15 @@ void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& p
   const Tensor& table = *args.page_table;
   check(subject, table, args.key_planes[0], ScalarType::Int, {kAny, kAny}, "");
   check_rows(subject, table);
-  const int num_tails = has_tail(layout.key, params) || has_tail(layout.value, params);
-  KVQ_CHECK(table.size(1) >= num_tails, subject, "begin with the pages of tails for this layout, got ",
-            shape_of(table), ".");
+  const int num_columns = has_tail(layout.key, params) || has_tail(layout.value, params) ? kTailColumns : 0;
+  KVQ_CHECK(table.size(1) >= num_columns, subject, "begin with ", num_columns,
+            " columns of tails for this layout, got ", shape_of(table), ".");
   const auto* const pages = static_cast<const int32_t*>(table.const_data_ptr());
-  params.page_table = pages + num_tails;
-  params.tail_pages = num_tails > 0 ? pages : nullptr;
+  params.page_table = pages + num_columns;
+  params.tail_pages = num_columns > 0 ? pages : nullptr;
   params.page_table_stride = to_int(args.where, "page_table", table.stride(0));
   params.batch = to_int(args.where, "batch", table.size(0));
-  params.capacity = to_int(args.where, "capacity", (table.size(1) - num_tails) * params.page_rows);
+  params.capacity = to_int(args.where, "capacity", (table.size(1) - num_columns) * params.page_rows);
 }
 
 // The numbers of a plan are on the GPU, so the kernel checks them.
@@ -561,6 +562,10 @@ void check_numbers(const char* where, const CacheParams& params) {
     KVQ_CHECK(params.tail_pages == nullptr || length == 0 || (tail_page >= 0 && tail_page < params.num_pages),
               Subject{where, "page_table"}, "begin with a page from 0 to ", params.num_pages - 1, " for the tail, got ",
               tail_page, " for sequence ", b, ".");
+    const int tail_from = tail_from_of(params, b), most = length - params.q_len;
+    KVQ_CHECK(length == 0 || (tail_from >= 0 && tail_from <= most && tail_from % kBlockSize == 0),
+              Subject{where, "page_table"}, "have a multiple of ", kBlockSize, " from 0 to ", most,
+              " as the first token that a tail may have, got ", tail_from, " for sequence ", b, ".");
     const int32_t* pages = params.page_table + static_cast<int64_t>(b) * params.page_table_stride;
     for (int i = 0; i < length; i += params.page_rows, ++pages) {
       KVQ_CHECK(*pages >= 0 && *pages < params.num_pages, Subject{where, "page_table"}, "have a page from 0 to ",

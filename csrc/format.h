@@ -17,9 +17,11 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 15;
+constexpr int kOpsVersion = 16;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
+constexpr int kTailAlignment = 32;   // rows of a tail for newest tokens, with has_channel_scales, are multiples of this
+constexpr int kTailColumns = 2;      // of a page table, before its pages; see reference.TailPages
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
 constexpr int kMaxCudaHeadDim = 256;  // above it, ops/kernels.py chooses the reference
 constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
@@ -116,19 +118,20 @@ struct Side {
   // newest tokens (from tail_begin on). nullptr where there are neither; Storage::none never has a tail.
   void* tail;                   // [batch, num_kv_heads, sink_length + ring, head_dim], rows contiguous; see tail_row
   Dtype tail_dtype;
-  int ring;                     // at least residual_length; with has_channel_scales whole blocks, and one block more
+  int ring;                     // at least residual_length; with has_channel_scales aligned, and a block more
   int64_t tail_stride_b, tail_stride_h, tail_stride_t;  // in elements
 };
 
-// The first of the newest tokens that attention reads from the tail.
-KVQ_ON_DEVICE inline int tail_begin(const Side& side, int length, int residual_length) {
-  const int begin = length > residual_length ? length - residual_length : 0;
-  return side.has_channel_scales ? begin / kBlockSize * kBlockSize : begin;
+// The first of the newest tokens that attention reads from the tail. `tail_from` as in reference.TailPages.
+KVQ_ON_DEVICE inline int tail_begin(const Side& side, int length, int residual_length, int tail_from) {
+  const int newest = length > residual_length ? length - residual_length : 0;
+  const int begin = side.has_channel_scales ? newest / kBlockSize * kBlockSize : newest;
+  return begin > tail_from ? begin : tail_from;
 }
 
 // The first of the newest tokens that the tail keeps: those that attention reads, and others for a crop.
 KVQ_ON_DEVICE inline int tail_kept(const Side& side, int length) {
-  return tail_begin(side, length, side.has_channel_scales ? side.ring - kBlockSize : side.ring);
+  return tail_begin(side, length, side.has_channel_scales ? side.ring - kBlockSize : side.ring, 0);
 }
 
 // Whether a token is one of the first `sink_length` that are not padding. These have rows of their own in the tail.
@@ -193,7 +196,8 @@ struct CacheParams {
   const int32_t* page_table;
   int page_table_stride;     // from one sequence to the next
   int page_rows, num_pages;  // page_rows is a multiple of kBlockSize
-  // [batch], strides of the page table: the page whose tails are those of a sequence; nullptr: sequence b has tail b.
+  // [batch, 2], strides of the page table: the columns of reference.TailPages; nullptr: sequence b has tail b, from its
+  // first token on.
   const int32_t* tail_pages;
 };
 
@@ -212,6 +216,11 @@ inline Place place_of(const CacheParams& params, int b, int token) {
 // The index of a sequence's tail in the first axis of a tail plane.
 inline int tail_slot_of(const CacheParams& params, int b) {
   return params.tail_pages == nullptr ? b : params.tail_pages[static_cast<int64_t>(b) * params.page_table_stride];
+}
+
+// The first token that this tail may have.
+inline int tail_from_of(const CacheParams& params, int b) {
+  return params.tail_pages == nullptr ? 0 : params.tail_pages[static_cast<int64_t>(b) * params.page_table_stride + 1];
 }
 
 // New tokens of one layer, written at positions lengths - q_len ... lengths - 1. `starts` is used for tails only.

@@ -127,7 +127,7 @@ class PagedSets:
     Attributes:
         layout: Of keys and values.
         sets: Planes of keys and of values over all pages of a set.
-        table: `[batch, pages of a sequence]` int32, of all sets: the pages lie in memory in random order.
+        table: `[batch, columns]` int32, of all sets: the pages lie in memory in random order.
     """
 
     layout: KVLayout
@@ -143,18 +143,21 @@ class PagedSets:
         memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_sets)]
         sets = [page.planes(memory, 0, page.num_bytes) for memory in memories]
         table = torch.randperm(shape.batch * num_pages, device=DEVICE).view(shape.batch, num_pages).int()
-        tail_pages, _ = reference.split_tails(table, page.has_tail)
+        tail_pages = table[:, 0]
+        if page.has_tail:
+            table = torch.cat((table[:, :1], torch.zeros_like(table[:, :1]), table[:, 1:]), dim=1)
         for sides in sets:
             for planes, kv_format in zip(sides, layout.formats, strict=True):
                 filled(dataclasses.replace(planes, tail=None), kv_format)
             tail = sides[0].tail  # last, since it shares its pages with planes that nobody reads there
-            if tail is not None and tail_pages is not None:
+            if tail is not None:
                 tail[tail_pages.long()] = torch.randn_like(tail[: shape.batch])
         return cls(layout, sets, table)
 
     def gathered(self) -> tuple[Planes, Planes]:
         """A copy of the first set, side by side as the reference takes it."""
-        tail_pages, token_pages = reference.split_tails(self.table, self.layout.has_tail)
+        tails, token_pages = reference.split_tails(self.table, self.layout.has_tail)
+        tail_pages = None if tails is None else tails.page
         key, value = (
             reference.gather_pages(planes, token_pages, tail_pages, kv_format.block_size)
             for planes, kv_format in zip(self.sets[0], self.layout.formats, strict=True)

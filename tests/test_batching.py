@@ -249,14 +249,46 @@ def test_shared_prefixes_are_read_as_codes(preset: str) -> None:
         assert unshared == [alone(model, prompt) for prompt in (first, second)]
 
 
-def test_nobody_shares_a_prefix_with_dense_tokens() -> None:
-    """Who read the codes of another request would have none of its dense tokens."""
-    prompts = [[*text(PAGE), *end] for end in ([7, 8, 9], [20, 21])]
-    with patched(long_llama(), K4V2) as model:
-        with managed(model, max_batch_tokens=512) as manager:
-            answered = [*answers(manager, prompts[:1]), *answers(manager, prompts[1:])]
-            assert not manager.batch_processor.cache.allocator.ledger.hash_to_block
-        assert answered == [alone(model, prompt) for prompt in prompts]
+@pytest.mark.parametrize(
+    ("config", "page"),
+    [
+        ({"preset": "int8", "sink_length": 4, "residual_length": 40}, 256),
+        ({"preset": "int4-channel", "sink_length": 4, "residual_length": 28}, 1152),
+    ],
+    ids=str,
+)
+def test_shared_prefixes_with_dense_tokens(config: dict[str, Any], page: int) -> None:
+    """Who takes over tokens reads them as codes, but for the sinks, which it gets a copy of."""
+    prefix = text(page)
+    # The codes of a block are there when the window has left it.
+    first, second = [*prefix, *text(60, 1)], [*prefix, 20, 21]
+    with patched(models.llama(max_position_embeddings=2048), config) as model:
+        with managed(model, max_batch_tokens=1500, page_size=page) as manager:
+            allocator, tails = manager.batch_processor.cache.allocator, []
+            give = allocator.sinks.give
+
+            def noted(sinks: torch.Tensor, tail_block: int) -> None:
+                give(sinks, tail_block)
+                tails.append(tail_block)
+
+            allocator.sinks.give = noted
+            answered = answers(manager, [first])
+            assert len(allocator.ledger.hash_to_block) == 1 and not tails
+            sides = [side.tail for layer in allocator.operands.values() for side in layer._reference[1]]
+            held = [side[:, :, :4].clone() for side in sides]
+            answered += answers(manager, [second])
+            (tail,) = tails
+            for side, before in zip(sides, held, strict=True):
+                given = side[tail, :, :4]
+                assert given.any() and bool((before == given).flatten(1).all(1).any()), "a copy of another tail"
+            # The sinks of a block may be gone: then it is not found.
+            allocator.sinks._of_block.clear()
+            answered += answers(manager, [[*second, 22]])
+            assert len(tails) == 1
+            assert not allocator._tail_from and not allocator._sinks_of
+        assert answered[:1] == [alone(model, first)]
+        assert answered[1:2] == [alone(model, second, prefill_chunk_size=page)]
+        assert answered[2:] == [alone(model, [*second, 22])]
 
 
 def test_pages_have_room_for_dense_tokens() -> None:

@@ -93,7 +93,7 @@ def test_the_page_of_dense_tokens(preset: str, least: int) -> None:
     """Keys and values of the first 4 and the newest 128 tokens of Llama-3-8B take one page of so many tokens."""
     layout = KVLayout(*PRESETS[preset], 4, 128)
     page = PageLayout(layout, 8, (128, 128), torch.bfloat16, least)
-    assert page.has_tail and page.has_windows
+    assert page.has_tail and page.layout.has_windows
     of_keys, of_values = (part for part in page.parts if part.name == "tail")
     assert of_keys.shape == of_values.shape == (8, 132, 128)
     assert (of_keys.begin, of_values.begin) == (0, of_keys.end) and of_values.end <= page.num_bytes
@@ -272,7 +272,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "Processor": {"_add_if_it_fits", "_end_outgrown", "_wait_for_device"},
         "Runner": {"_states", "max_requests"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length"},
-        "PageAllocator": {"page_table_of", "pages_of", "_tokens_alone"},
+        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_coded", "_tokens_alone"},
         "PageMemory": set(),
     }
     from hf_kvquant.batching.cache import PageMemory

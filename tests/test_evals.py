@@ -722,7 +722,7 @@ def test_chunks_over_pages(
     # A result that is checked and one that is timed, per case, preset and layout.
     tables = [each.get("page_table") for each in options]
     assert [table is None for table in tables] == [True, True, False, False] * 6
-    assert tables[2].shape == (1, 1) and tables[-1].shape == (2, 2)  # int4-channel has pages of tails, too
+    assert tables[2].shape == (1, 1) and tables[-1].shape == (2, 3)  # int4-channel has tails, too
 
 
 def test_chunk_wrong_result_aborts(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.pages import PageLayout
 from hf_kvquant.spec.planes import Planes
-from hf_kvquant.spec.reference import split_tails
+from hf_kvquant.spec.reference import append, dense_tokens, dequantize, gather_pages, split_tails
 
 HEADS, HEAD_DIM, GARBAGE = 2, 64, 99
 WINDOWS = {"sink_length": 4, "residual_length": 40}
@@ -33,7 +33,7 @@ CHANNEL = KVLayout(*PRESETS["int4-channel"])
 
 def operands(engine: str, planes: tuple[Planes, Planes], layout: KVLayout, transform: KeyTransform | None) -> Any:
     made = ops.Operands(*planes, layout, transform)
-    if engine == REFERENCE:
+    if REFERENCE in engine:
         made._append = torch.ops.hf_kvquant.append_reference.default
         made._decode = torch.ops.hf_kvquant.decode_reference.default
     return made
@@ -54,7 +54,14 @@ def random_table(lengths: list[int], page_rows: int, num_pages: int, num_spare: 
     is_held = torch.arange(num_pages) * page_rows < torch.tensor(lengths)[:, None]
     if has_tails:
         is_held = torch.cat((is_held[:, :1], is_held), dim=1)
-    return torch.where(is_held, table, torch.tensor(-1)).int()
+    table = torch.where(is_held, table, torch.tensor(-1)).int()
+    return with_tails(table[:, 0].tolist(), table[:, 1:]) if has_tails else table
+
+
+def with_tails(tails: list[int], pages: Tensor, tail_from: int = 0) -> Tensor:
+    """A page table that begins with columns for tails, from pages of tokens, `[batch, pages]` int32."""
+    first = torch.tensor(tails, dtype=torch.int32, device=pages.device).unsqueeze(1)
+    return torch.cat((first, torch.full_like(first, tail_from), pages), dim=1)
 
 
 def compared(
@@ -113,10 +120,12 @@ def check_written(
             for b, length in enumerate(lengths):
                 if plane is paged.tail:
                     assert tails is not None
-                    is_free[int(tails[b])] = False
+                    is_free[int(tails.page[b])] = False
                     # Without windows, the tail of a block has rows that are left over.
                     held = plane.shape[2] if any(layout.windows.values()) else length % BLOCK_SIZE
-                    assert_same(plane[int(tails[b]), :, :held], expected[b, :, :held].cpu(), f"tail of sequence {b}")
+                    assert_same(
+                        plane[int(tails.page[b]), :, :held], expected[b, :, :held].cpu(), f"tail of sequence {b}"
+                    )
                     continue
                 for i in range(-(-length // paged.codes.shape[2])):
                     page = int(table[b, i])
@@ -178,6 +187,142 @@ def test_sequences_may_share_pages() -> None:
     assert_same(planes[0].codes[[0, 3]], before, "shared pages")
 
 
+TAKEN = {
+    f"{name}:{sinks}+{window}": KVLayout(*PRESETS[name], sink_length=sinks, residual_length=window)
+    for name, sinks, window in (
+        ("int8", 0, 40), ("k4v2", 4, 40), ("int4", 0, 40), ("int4-channel", 4, 28), ("int4-channel", 0, 0)
+    )
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Taken:
+    """A sequence that took over the first 256 tokens of another one, after some chunks.
+
+    Attributes:
+        planes: All pages.
+        chunks: The query, key and value of each.
+        results: The output and `lse` of each.
+        plain: The same by plain PyTorch, in the working dtype, over what the reference dequantises.
+        max_logit: Of these.
+    """
+
+    planes: tuple[Planes, Planes]
+    chunks: list[list[Tensor]] = dataclasses.field(default_factory=list)
+    results: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    plain: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    max_logit: float = 0.0
+
+
+SHARED, TAIL, OWN = 3, 2, [6, 5]  # pages
+
+
+def taken_over(engine: str, layout: KVLayout, q_lens: list[int], dtype: torch.dtype) -> Taken:
+    torch.manual_seed(0)
+    device = torch.device("cuda" if "cuda" in engine else "cpu")
+    where: dict[str, Any] = {"dtype": dtype, "device": device}
+    transform = KeyTransform(None, torch.rand(HEADS, HEAD_DIM, device=device) + 0.5, True)
+    made = Taken(layout.allocate((7, HEADS, HEAD_DIM, HEAD_DIM), 256, **where))
+    pages = operands(engine, made.planes, layout, transform)
+    of_first, of_second = (torch.tensor([[SHARED, *own]], dtype=torch.int32, device=device) for own in ([1], OWN))
+    first, length = torch.randn(2, 1, HEADS, 300, HEAD_DIM, **where), 256
+    pages.append(*first, torch.tensor([300], dtype=torch.int32, device=device), page_table=with_tails([0], of_first))
+    for side in made.planes:
+        if side.tail is not None:
+            side.tail[TAIL, :, : layout.sink_length] = side.tail[0, :, : layout.sink_length]
+    shared = [[plane[SHARED].clone() for plane in side.tensors()] for side in made.planes]
+    table = with_tails([TAIL], of_second, tail_from=256)
+    for q_len in q_lens:
+        query, key, value = chunk = [torch.randn(1, heads, q_len, HEAD_DIM, **where) for heads in (4, HEADS, HEADS)]
+        length += q_len
+        held = torch.tensor([length], dtype=torch.int32, device=device)
+        result = pages.decode(query, (key, value), held, softmax_scale=0.125, page_table=table)
+        made.chunks.append(chunk)
+        made.results.append(result)
+        keys, values = (
+            x[:, :, :length].repeat_interleave(2, 1) for x in read(made.planes, layout, table, held, transform, dtype)
+        )
+        scores = (0.125 * (query @ keys.mT)).masked_fill(
+            torch.arange(length, device=device) > torch.arange(length - q_len, length, device=device)[:, None],
+            -torch.inf,
+        )
+        plain = (scores.float().softmax(-1).to(dtype) @ values).transpose(1, 2)
+        made.plain.append((plain, scores.float().logsumexp(-1)))
+        largest = 0.125 * query.float().norm(dim=-1).max() * keys.float().norm(dim=-1).max()
+        made.max_logit = max(made.max_logit, float(largest))
+    for side, before in zip(made.planes, shared, strict=True):
+        for plane, page in zip(side.tensors(), before, strict=True):
+            assert_same(plane[SHARED], page.cpu(), "the shared page")
+    return made
+
+
+def read(
+    planes: tuple[Planes, Planes],
+    layout: KVLayout,
+    table: Tensor,
+    held: Tensor,
+    transform: KeyTransform | None,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The keys and values that attention reads, dequantised."""
+    tails, pages = split_tails(table, layout.has_tail)
+    page, tail_from = (None, None) if tails is None else tails
+    options = {"lengths": held, **layout.windows, "tail_from": tail_from, "dtype": dtype}
+    return [
+        dequantize(gather_pages(side, pages, page, each.block_size), each, key_transform=of_keys, **options)
+        for side, each, of_keys in zip(planes, layout.formats, (transform, None), strict=True)
+    ]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("q_lens", [[1, 1, 2], [3, 70, 1], [30, 90, 1, 1, 8, 150, 1]], ids=str)
+@pytest.mark.parametrize("name", TAKEN)
+def test_tokens_that_were_taken_over_are_read_as_codes(name: str, q_lens: list[int], engine: str) -> None:
+    dtype = torch.bfloat16 if engine == "cuda" else torch.float32
+    of_engine = taken_over(engine, TAKEN[name], q_lens, dtype)
+    expected = taken_over("cuda reference" if engine == "cuda" else REFERENCE, TAKEN[name], q_lens, dtype)
+    max_value = max(float(value.abs().max()) for _, _, value in expected.chunks)
+    for (out, lse), (exact_out, exact_lse), (plain_out, plain_lse) in zip(
+        of_engine.results, expected.results, expected.plain, strict=True
+    ):
+        bound = tolerances.attention_bound(exact_out, plain_out, dtype, expected.max_logit, max_value)
+        assert_close(out, exact_out.cpu(), bound, f"{name}, out")
+        assert_close(
+            lse, exact_lse.cpu(), tolerances.lse_bound(exact_lse, plain_lse, expected.max_logit), f"{name}, lse"
+        )
+    for side, of_reference in zip(of_engine.planes, expected.planes, strict=True):
+        for plane, other in zip(side.tensors(), of_reference.tensors(), strict=True):
+            assert_same(plane[[TAIL, SHARED, *OWN]], other[[TAIL, SHARED, *OWN]].cpu(), "pages")
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_the_reference_reads_of_tokens_that_were_taken_over(name: str) -> None:
+    """Codes, except sinks. Own tokens are read as in a sequence that has no others."""
+    layout, num_own = TAKEN[name], 130
+    made = taken_over(REFERENCE, layout, [50, num_own - 50], torch.float32)
+    table = with_tails([TAIL], torch.tensor([[SHARED, *OWN]], dtype=torch.int32), tail_from=256)
+    tails, pages = split_tails(table, layout.has_tail)
+    assert tails is not None
+    alone = layout.allocate((1, HEADS, HEAD_DIM, HEAD_DIM), 256, dtype=torch.float32, device=torch.device("cpu"))
+    held, of_own = (torch.tensor([n], dtype=torch.int32) for n in (256 + num_own, num_own))
+    sinks, window = layout.sink_length, {"residual_length": layout.residual_length}
+    for side, (kv_format, x) in enumerate(
+        zip(layout.formats, read(made.planes, layout, table, held, None, torch.float32), strict=True)
+    ):
+        coded = dequantize(gather_pages(made.planes[side], pages, tails.page, kv_format.block_size), kv_format)
+        assert_same(x[:, :, sinks:256], coded[:, :, sinks:256], "tokens that were taken over")
+        tail = made.planes[side].tail
+        if tail is not None:
+            assert_same(x[0, :, :sinks], tail[0, :, :sinks], "sinks")
+        new = torch.cat([chunk[1 + side] for chunk in made.chunks], dim=2)
+        append(new, alone[side], kv_format, of_own, **window)
+        is_dense = dense_tokens(alone[side], kv_format, of_own, **window)[0][0]
+        is_coded = ~is_dense & (torch.arange(256) < num_own)
+        own, coded = x[:, :, 256:512], coded[:, :, 256:512]
+        assert_same(own[:, :, is_dense], new[:, :, is_dense[:num_own]], "own tokens in the window")
+        assert_same(own[:, :, is_coded], coded[:, :, is_coded], "own tokens behind it")
+
+
 def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None:
     layout = KVLayout(*PRESETS["int8"]) if layout is None else layout
     rows = changes.pop("page_rows", 128)
@@ -198,15 +343,24 @@ def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None
         ({"layout": KVLayout(*PRESETS["int8"], rows="ring")}, "`page_table` must be None for this layout"),
         (
             {"layout": LAYOUTS["k4v2:4+40"], "page_table": torch.zeros(2, 0, dtype=torch.int32)},
-            "`page_table` must begin with the pages of tails for this layout",
+            "`page_table` must begin with 2 columns of tails for this layout",
         ),
         (
-            {"layout": CHANNEL, "page_table": torch.zeros(2, 0, dtype=torch.int32)},
-            "`page_table` must begin with the pages of tails for this layout",
+            {"layout": CHANNEL, "page_table": torch.zeros(2, 1, dtype=torch.int32)},
+            "`page_table` must begin with 2 columns of tails for this layout",
         ),
         (
-            {"layout": CHANNEL, "page_table": torch.tensor([[3, 0, 1], [4, 2, 3]], dtype=torch.int32)},
+            {"layout": CHANNEL, "page_table": torch.tensor([[3, 0, 0, 1], [4, 0, 2, 3]], dtype=torch.int32)},
             "`page_table` must begin with a page from 0 to 3 for the tail, got 4 for sequence 1",
+        ),
+        (
+            {"layout": CHANNEL, "page_table": torch.tensor([[3, 0, 0, 1], [1, 64, 2, 3]], dtype=torch.int32)},
+            "`page_table` must have a multiple of 128 from 0 to 199 as the first token that a tail may have, got 64 "
+            "for sequence 1",
+        ),
+        (
+            {"layout": CHANNEL, "page_table": torch.tensor([[3, 128, 0, 1], [1, 0, 2, 3]], dtype=torch.int32)},
+            "from 0 to 99 as the first token that a tail may have, got 128 for sequence 0",
         ),
         ({"page_rows": 0}, "`page_table` must be None for planes without rows"),
         ({"page_rows": 192}, "a capacity that is a multiple of 128"),
@@ -249,7 +403,7 @@ def test_rows_that_pad_a_captured_step(name: str, dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(4, heads, 1, HEAD_DIM, **where) for heads in (2 * HEADS, HEADS, HEADS))
     table = torch.tensor([[2, -1], [1, 0], [-1, -1], [-1, -1]], dtype=torch.int32, device="cuda")
     if layout.has_tail:
-        table = torch.cat((torch.tensor([[3], [4], [-1], [-1]], dtype=torch.int32, device="cuda"), table), dim=1)
+        table = with_tails([3, 4, -1, -1], table)
     lengths = torch.tensor([1, 129, 0, 0], dtype=torch.int32, device="cuda")
     results = []
     for rows in (2, 4):
@@ -291,6 +445,8 @@ def test_pages_of_more_than_64_gigabytes() -> None:
         pytest.skip("too little memory is free")
     memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device="cuda")
     near, far = torch.tensor([[[2, 1, 0]], [[num_blocks - 1, 1, num_blocks - 2]]], dtype=torch.int32, device="cuda")
+    tables = {False: (near[:, 1:], far[:, 1:])}
+    tables[True] = tuple(with_tails([int(each[0, 0])], each[:, 1:]) for each in (near, far))
     for name in PRESETS:
         layout = LAYOUTS[name]
         page = PageLayout(layout, HEADS, (HEAD_DIM, HEAD_DIM), torch.bfloat16, 1024)
@@ -299,11 +455,12 @@ def test_pages_of_more_than_64_gigabytes() -> None:
         for chunks in ([1500, 1, 2], [1100, 64]):
             steps = [torch.randn(4 * HEADS, q_len, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for q_len in chunks]
             results = []
-            for table, pages in (
-                (near, page.planes(side_by_side, 0, page.num_bytes)),
-                (far, page.planes(memory, 0, stride)),
+            for table, pages in zip(
+                tables[layout.has_tail],
+                (page.planes(side_by_side, 0, page.num_bytes), page.planes(memory, 0, stride)),
+                strict=True,
             ):
-                results.append(attended(ops.Operands(*pages, layout), table[:, not layout.has_tail :], steps))
+                results.append(attended(ops.Operands(*pages, layout), table, steps))
             for expected, actual in zip(*results, strict=True):
                 assert_same(actual, expected.cpu(), f"{name}, {chunks}")
     del memory, pages

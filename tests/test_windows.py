@@ -75,7 +75,7 @@ def row_by_hand(token: int, length: int, start: int, is_block: bool, window: tup
         return token - start
     begin, ring = max(0, length - residual_length), residual_length + slack
     if is_block:
-        begin, ring = begin - begin % 128, sum(math.ceil(each / 128) * 128 for each in (residual_length, slack, 1))
+        begin, ring = begin - begin % 128, math.ceil((residual_length + slack) / 32) * 32 + 128
     return sink_length + token % ring if token >= begin else None
 
 
@@ -413,9 +413,9 @@ def test_sizes() -> None:
     storage, _, _ = stored(LayerFormats(BLOCKS, INT4, (), 4, 130), [200])
     assert storage.planes[0].tail is not None
     assert storage.planes[1].tail is not None
-    assert storage.planes[0].tail.shape == (2, 2, 4 + 3 * 128, 16)
+    assert storage.planes[0].tail.shape == (2, 2, 4 + 160 + 128, 16)
     assert storage.planes[1].tail.shape == (2, 2, 4 + 130, 16)
-    tails = 2 * (4 + 3 * 128 + 4 + 130) * 16 * 4
+    tails = 2 * (4 + 160 + 128 + 4 + 130) * 16 * 4
     assert storage.num_bytes_held == 2 * (200 * storage.bytes_per_token + tails)
     assert storage.num_bytes == 2 * (256 * storage.bytes_per_token + tails)
     mixed, _, _ = stored(LayerFormats(KVFormat("none"), INT4, (), 4, 10), [200])
@@ -670,13 +670,13 @@ BROKEN: list[tuple[tuple[KVFormat, KVFormat], int, Any, str]] = [
         (BLOCKS, INT4),
         0,
         lambda planes: replaced(planes, tail=planes.tail[:, :, :132]),
-        "`key_planes.tail` must be [2, 2, 260, 64] of the model's dtype, got [2, 2, 132, 64] float32. Planes",
+        "`key_planes.tail` must be [2, 2, 164, 64] of the model's dtype, got [2, 2, 132, 64] float32. Planes",
     ),
     (
         (BLOCKS, INT4),
         0,
         lambda planes: replaced(planes, tail=planes.tail.repeat(1, 1, 2, 1)),
-        "`key_planes.tail` must be [2, 2, 260, 64] of the model's dtype, got [2, 2, 520, 64] float32. Planes",
+        "`key_planes.tail` must be [2, 2, 164, 64] of the model's dtype, got [2, 2, 328, 64] float32. Planes",
     ),
     (
         pair(INT4),

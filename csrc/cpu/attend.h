@@ -185,7 +185,7 @@ Run run_from(const DecodeParams& params, int b, int token, int end) {
   };
   const auto look = [&](const Side& side, bool& is_dense, int& row) {
     if (side.tail == nullptr) return;
-    const int first_of_recent = tail_begin(side, params.lengths[b], params.residual_length);
+    const int first_of_recent = tail_begin(side, params.lengths[b], params.residual_length, tail_from_of(params, b));
     const bool is_first = is_sink(token, start, params.sink_length);
     cut(start);
     cut(int64_t{start} + params.sink_length);

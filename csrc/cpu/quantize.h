@@ -218,8 +218,9 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
   const int first_new = cache.lengths[b] - cache.q_len, stride = padded_row(side.head_dim);
   // In 64 bits: `starts` may be as large as an int can be, so adding sink_length could overflow it.
   const int64_t first_counted = (cache.starts == nullptr ? int64_t{0} : cache.starts[b]) + cache.sink_length;
-  const int end = tail_begin(side, cache.lengths[b], cache.residual_length);
-  int begin = tail_begin(side, first_new, cache.residual_length);
+  const int tail_from = tail_from_of(cache, b);
+  const int end = tail_begin(side, cache.lengths[b], cache.residual_length, tail_from);
+  int begin = tail_begin(side, first_new, cache.residual_length, tail_from);
   if (cache.is_ring) begin = max_of(begin, end - cache.capacity);  // older blocks would be overwritten
   for (; begin < end; begin += kBlockSize) {
     for (int t = 0; t < kBlockSize; ++t) {

@@ -24,14 +24,17 @@ from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.distributed import DistributedHelper
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.import_utils import is_psutil_available
 
 from .. import ops
 from ..attention.registry import is_ours
+from ..spec import reference
 from ..spec.key_transform import KeyTransform
 from ..spec.pages import PART_ALIGNMENT, PageLayout
 from ..upstream.releases import DO_MODELS_UPDATE_PAGES
 from .batch import Group
+from .sinks import KeptSinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,10 @@ class PageAllocator(FullAttentionCacheAllocator):
     """Gives out blocks of our pages. All pages of a block have the size of the largest one.
 
     With tails, the first block of a request is for these, and those of its tokens follow. transformers frees and
-    offloads it with the others, but must not share it or take it for the first tokens.
+    offloads it with the others, but must not share it or take it for the first tokens. So a request that takes over
+    blocks of another one reads their tokens as codes, also those that are in its own dense window, except sinks
+    (`KeptSinks`). It can do so once a block has codes: with granularity channel, when it has left the window of the
+    request that filled it.
 
     Args:
         layers: By layer index; their pages have equally many tokens.
@@ -59,6 +65,7 @@ class PageAllocator(FullAttentionCacheAllocator):
 
     Attributes:
         num_tails: Blocks of a request for tails: 1 if a layer has one, else 0.
+        num_columns: Of a page table, before the blocks of tokens.
         operands: Of the ops, by layer index.
     """
 
@@ -69,7 +76,16 @@ class PageAllocator(FullAttentionCacheAllocator):
         self.cache_dtype = pages[0].dtype
         self.operands: dict[int, ops.Operands] = {}
         self.num_tails = int(any(page.has_tail for page in pages))
+        self.num_columns = reference.NUM_TAIL_COLUMNS * self.num_tails
         self._with_tail: set[str] = set()
+        # Of all layers, the one whose tokens get their codes last: keys in blocks, behind the longest window.
+        self._last_to_code = max(
+            (page.layout for page in pages), key=lambda each: (each.key.block_size is not None, each.residual_length)
+        )
+        # Of requests that have taken over tokens: how many. See `reference.TailPages`.
+        self._tail_from: dict[str, int] = {}
+        self.sinks: KeptSinks | None = None
+        self._sinks_of: dict[str, Tensor] = {}  # of requests that are to get a tail
         self._pages: dict[str, tuple[list[int], Tensor]] = {}
         self._before_cache_tensor_init(
             index=0,
@@ -90,10 +106,13 @@ class PageAllocator(FullAttentionCacheAllocator):
             planes = layer.page.planes(cache_tensor, position * self.bytes_per_page, self.bytes_per_block)
             transform = None if layer.key_transform is None else layer.key_transform.to(cache_tensor.device)
             self.operands[index] = ops.Operands(*planes, layer.page.layout, transform)
+        pages = [layer.page for layer in self._layers.values()]
+        if self.use_block_sharing and any(page.sink_ranges for page in pages):
+            self.sinks = KeptSinks(pages, self.bytes_per_page, self._copy_view)
 
     def page_table_of(self, layer_idx: int, page_table: Tensor) -> Tensor:
         """The part of a page table, `[requests, pages]`, that the ops of a layer take: without tails if it has none."""
-        return page_table if self._layers[layer_idx].page.has_tail else page_table[:, self.num_tails :]
+        return page_table if self._layers[layer_idx].page.has_tail else page_table[:, self.num_columns :]
 
     @contextlib.contextmanager
     def _tokens_alone(self, request_id: str) -> Iterator[list[int]]:
@@ -115,31 +134,56 @@ class PageAllocator(FullAttentionCacheAllocator):
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """See `CacheAllocator`."""
         blocks = self.block_table.setdefault(request_id, [])
+        if past_length == 0:
+            self._tail_from.pop(request_id, None)  # it was to be offloaded, and begins anew
         if self.num_tails and request_id not in self._with_tail:
             blocks[:0] = self.pool.get_free_blocks(self.index, self.num_tails)
             self._with_tail.add(request_id)
+            if self.sinks is not None and request_id in self._sinks_of:
+                self.sinks.give(self._sinks_of.pop(request_id), blocks[0])
         blocks.extend(
             self.pool.get_free_blocks(self.index, self.needs_new_blocks(request_id, past_length, query_length))
         )
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """See `CacheAllocator`."""
+        """See `CacheAllocator`. Without `no_cache`, the request ends; with it, its blocks may come back."""
         self._with_tail.discard(request_id)
         self._pages.pop(request_id, None)
+        self._sinks_of.pop(request_id, None)
+        if not no_cache:
+            self._tail_from.pop(request_id, None)
         super().free_blocks(request_id, no_cache)
 
+    def num_coded(self, length: int) -> int:
+        """How many of `length` tokens have their codes, in every layer."""
+        return self._last_to_code.num_coded(0, length)
+
+    def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
+        """See `CacheAllocator`. Without its sinks, a block is not found."""
+        blocks: list[int] = super().match_prefix_blocks(prompt_ids)
+        is_found = self.sinks is None or (blocks and self.sinks.get(blocks[0]) is not None)
+        return blocks if is_found else []
+
+    def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
+        """See `CacheAllocator`. The tail that the request will have lacks these tokens, and gets their sinks."""
+        super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
+        self._tail_from[request_id] = prefix_len
+        sinks = None if self.sinks is None else self.sinks.get(block_ids[0])
+        if sinks is not None:
+            self._sinks_of[request_id] = sinks
+
     def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
-        """See `CacheAllocator`. A tail is none of them."""
+        """See `CacheAllocator`. A tail is none of them, nor is a block that is to get codes."""
         with self._tokens_alone(source_request_id):
-            shareable: int = super().count_shareable_blocks(source_request_id, past_length)
+            shareable: int = super().count_shareable_blocks(source_request_id, self.num_coded(past_length))
         return shareable
 
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
         """See `CacheAllocator`. A fork has a copy of the tail."""
+        num_shared = self.count_shareable_blocks(source_request_id, past_length)
         with self._tokens_alone(source_request_id) as tail:
-            num_shared = super().count_shareable_blocks(source_request_id, past_length)
             blocks = self.block_table[source_request_id]
             shared, copied = blocks[:num_shared], [*tail, *blocks[num_shared:]]
         for block in shared:
@@ -148,15 +192,22 @@ class PageAllocator(FullAttentionCacheAllocator):
         self.block_table[dest_request_id] = [*fresh[: len(tail)], *shared, *fresh[len(tail) :]]
         if tail:
             self._with_tail.add(dest_request_id)
+        if source_request_id in self._tail_from:
+            self._tail_from[dest_request_id] = self._tail_from[source_request_id]
         return copied, fresh
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """See `CacheAllocator`. The first block of tokens is not that of the tail."""
-        with self._tokens_alone(request_id):
+        with self._tokens_alone(request_id) as tail:
+            blocks, known = self.block_table[request_id], self.ledger.block_to_hash
+            unknown = {blocks[0]} - known.keys()
             super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
+            first = blocks[0]  # by now perhaps that of another request with the same tokens
+            if self.sinks is not None and first in known and (first in unknown or self.sinks.get(first) is None):
+                self.sinks.keep(first, tail[0])
 
     def pages_of(self, request_id: str) -> Tensor:
-        """The pages of a request, that of its tail first, `[pages]` int32 on the host, to be read only.
+        """The row of a request in a page table, `[columns]` int32 on the host, to be read only.
 
         Every step takes them for all of its requests. Making a tensor of a list takes longer the more tokens a request
         holds: 3 ms a step for 64 requests of 64k tokens (host of an H200, 2026-11). So the tensor is kept until the
@@ -165,11 +216,17 @@ class PageAllocator(FullAttentionCacheAllocator):
         pages = self.block_table[request_id]
         noted = self._pages.get(request_id)
         if noted is None or noted[0] != pages:
-            noted = self._pages[request_id] = pages.copy(), torch.tensor(pages, dtype=torch.int32)
+            row = self.row_of(pages, self._tail_from.get(request_id, 0))
+            noted = self._pages[request_id] = pages.copy(), row
         return noted[1]
 
+    def row_of(self, blocks: list[int], tail_from: int = 0) -> Tensor:
+        """A row of a page table, `[columns]` int32, from blocks, that of the tail first."""
+        tails, pages = blocks[: self.num_tails], blocks[self.num_tails :]
+        return torch.tensor([*tails, *([tail_from] if tails else []), *pages], dtype=torch.int32)
+
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        """Write the pages of a request, that of its tail first, to the start of `block_table`, `[pages]` int32."""
+        """Write the row of a request to the start of `block_table`, `[columns]` int32."""
         pages = self.pages_of(request_id)
         block_table[: len(pages)] = pages
 
@@ -236,9 +293,9 @@ class PagedCache(PagedAttentionCache):
         supports_logits_to_keep: bool,
         ranks: DistributedHelper,
     ) -> None:
-        # Who shares the first tokens of another request would read their codes, and has none of them dense.
-        has_windows = any(layer.page.has_windows for layer in layers.values())
-        self.allow_block_sharing = continuous_batching_config.allow_block_sharing and not has_windows
+        # The request that fills a first block has all sinks then.
+        has_sinks_in_block = all(each.page.layout.sink_length <= each.page.num_tokens for each in layers.values())
+        self.allow_block_sharing = continuous_batching_config.allow_block_sharing and has_sinks_in_block
         allocator = PageAllocator(layers, self.allow_block_sharing)
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
         self.groups: list[Group] = []
@@ -270,7 +327,7 @@ class PagedCache(PagedAttentionCache):
         self.read_cache_limit, self.max_tokens_read = 0, 1
         # With a block table, decode steps are captured. Longer requests than it has room for are served without.
         max_blocks = continuous_batching_config.max_blocks_per_request or 0
-        self.max_blocks_per_request = max_blocks + allocator.num_tails if max_blocks else 0
+        self.max_blocks_per_request = max_blocks + allocator.num_columns if max_blocks else 0
         self.max_decode_fast_path_length = allocator.tokens_per_page * max_blocks
 
     @property
@@ -306,6 +363,19 @@ class PagedCache(PagedAttentionCache):
         write_index: list[list[int]],
     ) -> None:
         """Do nothing: the op finds tokens by their page, not by an index for each."""
+
+    def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
+        """See `PagedAttentionCache`. A block is complete when it has its codes."""
+        if not self.use_prefix_sharing:
+            return {}
+        allocator, held = self.allocator, state.current_len()
+        before, after = (allocator.num_coded(n) // allocator.tokens_per_page for n in (held, held + request_len))
+        return {FULL_ATTENTION: after - before} if after > before else {}
+
+    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
+        """See `PagedAttentionCache`. A request that was offloaded counts all of its blocks anew."""
+        most = self.allocator.num_coded(state.current_len()) // self.allocator.tokens_per_page
+        super().mark_complete_blocks(state, {name: min(count, most) for name, count in complete_blocks.items()})
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0, for models that ask although they are told positions, such as OPT; others are refused."""

@@ -82,6 +82,7 @@ class _Cache:
     planes: tuple[Planes, Planes]
     head_dims: tuple[int, int]
     key_transform: KeyTransform | None
+    tail_from: Tensor | None = None
 
     @classmethod
     def of(cls, where: str, arguments: Arguments) -> _Cache:
@@ -114,6 +115,7 @@ def _append_reference(arguments: Arguments, cache: _Cache) -> None:
             arguments["starts"],
             **layout.windows,
             is_ring=layout.is_ring,
+            tail_from=cache.tail_from,
         )
 
 
@@ -121,6 +123,7 @@ def _decode_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tens
     layout, planes, lengths = cache.layout, cache.planes, arguments["lengths"]
     position = reference.ring_positions(lengths, planes[0].codes.shape[2]) if layout.is_ring else None
     held = {"lengths": lengths, "starts": arguments["starts"], "position": position, **layout.windows}
+    held["tail_from"] = cache.tail_from
     names = ("starts", "sinks", "alibi_slopes", "softmax_scale", "softcap", "sliding_window")
     key, value = (
         reference.dequantize(side, kv_format, torch.float32, **held)
@@ -191,13 +194,14 @@ def _linear(cache: _Cache, arguments: Arguments) -> Iterator[_Cache]:
     if page_table is None:
         yield cache
         return
-    tail_page, table = reference.split_tails(page_table, cache.layout.has_tail)
+    tails, table = reference.split_tails(page_table, cache.layout.has_tail)
+    tail_page, tail_from = (None, None) if tails is None else tails
     block_sizes = [each.block_size for each in cache.layout.formats]
     key_planes, value_planes = planes = [
         reference.gather_pages(side, table, tail_page, block_size)
         for side, block_size in zip(cache.planes, block_sizes, strict=True)
     ]
-    yield dataclasses.replace(cache, planes=(key_planes, value_planes))
+    yield dataclasses.replace(cache, planes=(key_planes, value_planes), tail_from=tail_from)
     if key is not None:
         lengths = arguments["lengths"]
         for gathered, side, block_size in zip(planes, cache.planes, block_sizes, strict=True):
@@ -234,7 +238,7 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
             raise ValueError(f"{where}: `{name}` must be {what} like the cache, got {list(x.shape)} {x.dtype}.")
     capacity = rows
     if arguments["page_table"] is not None:
-        capacity *= arguments["page_table"].shape[1] - cache.layout.has_tail
+        capacity *= reference.split_tails(arguments["page_table"], cache.layout.has_tail)[1].shape[1]
     lengths, most = arguments["lengths"], MAX_RING_LENGTH if cache.layout.is_ring else capacity
     num_new = 0 if arguments["key"] is None else arguments["key"].shape[2]
     # On a GPU the host would have to wait for the numbers.
@@ -244,7 +248,8 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
             "Make a larger cache (max_cache_len), or crop or reset this one."
         )
     if arguments["page_table"] is not None:
-        _check_page_numbers(where, arguments["page_table"], cache.layout, lengths, slots, rows)
+        num_own = arguments["query" if where == "decode" else "key"].shape[2]
+        _check_page_numbers(where, arguments["page_table"], cache.layout, lengths, num_own, slots, rows)
     return cache
 
 
@@ -261,9 +266,10 @@ def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: in
             f"{where}: `page_table` must be [batch, pages] torch.int32, got {list(page_table.shape)} "
             f"{page_table.dtype}."
         )
-    if layout.has_tail and page_table.shape[1] == 0:
+    if layout.has_tail and page_table.shape[1] < reference.NUM_TAIL_COLUMNS:
         raise ValueError(
-            f"{where}: `page_table` must begin with the pages of tails for this layout, got {list(page_table.shape)}."
+            f"{where}: `page_table` must begin with {reference.NUM_TAIL_COLUMNS} columns of tails for this layout, got "
+            f"{list(page_table.shape)}."
         )
 
 
@@ -291,18 +297,26 @@ def _check_split_plan(where: str, arguments: Arguments, layout: KVLayout) -> Non
 
 
 def _check_page_numbers(
-    where: str, page_table: Tensor, layout: KVLayout, lengths: Tensor, num_pages: int, page_rows: int
+    where: str, page_table: Tensor, layout: KVLayout, lengths: Tensor, num_own: int, num_pages: int, page_rows: int
 ) -> None:
     if lengths.device.type != "cpu":  # the host would have to wait for the numbers
         return
-    tail_page, page_table = reference.split_tails(page_table, layout.has_tail)
-    if tail_page is not None:
-        is_bad = (lengths > 0) & ((tail_page < 0) | (tail_page >= num_pages))
+    tails, page_table = reference.split_tails(page_table, layout.has_tail)
+    if tails is not None:
+        is_bad = (lengths > 0) & ((tails.page < 0) | (tails.page >= num_pages))
         if bool(is_bad.any()):
             b = int(is_bad.nonzero()[0])
             raise ValueError(
                 f"{where}: `page_table` must begin with a page from 0 to {num_pages - 1} for the tail, got "
-                f"{int(tail_page[b])} for sequence {b}."
+                f"{int(tails.page[b])} for sequence {b}."
+            )
+        most = (lengths - num_own).clamp(min=0)
+        is_bad = (lengths > 0) & ((tails.tail_from < 0) | (tails.tail_from > most) | (tails.tail_from % BLOCK_SIZE > 0))
+        if bool(is_bad.any()):
+            b = int(is_bad.nonzero()[0])
+            raise ValueError(
+                f"{where}: `page_table` must have a multiple of {BLOCK_SIZE} from 0 to {int(most[b])} as the first "
+                f"token that a tail may have, got {int(tails.tail_from[b])} for sequence {b}."
             )
     is_held = torch.arange(page_table.shape[1]) * page_rows < lengths[:, None]
     is_bad = is_held & ((page_table < 0) | (page_table >= num_pages))

@@ -52,6 +52,8 @@ SCALE_BYTES = 2  # of a scale or zero, float16
 TOKEN_ALIGNMENT = 64
 # Tokens that share the scale of a channel. With channel scales, capacities are multiples of it: all blocks are whole.
 BLOCK_SIZE = 128
+# Rows of their tails for newest tokens are multiples of this, so that a kernel may read whole tiles there, too.
+TAIL_ALIGNMENT = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +200,9 @@ class KVFormat:
             return 0
         if self.block_size is None:
             return sink_length + residual_length + (slack if residual_length else 0)
-        # Whole blocks, so that each block is contiguous, and one more because the window may begin within a block.
-        blocks = -(-residual_length // self.block_size) + 1 - (-slack // self.block_size)
-        return sink_length + blocks * self.block_size
+        # One block more, because the window may begin within a block. Kernels take so many tokens at a time.
+        recent = -(-(residual_length + slack) // TAIL_ALIGNMENT) * TAIL_ALIGNMENT
+        return sink_length + recent + self.block_size
 
     def serves_tail(self, rows: int, sink_length: int = 0, residual_length: int = 0) -> bool:
         """Whether a tail can have so many rows: `tail_rows` with any slack. The other arguments are those of it."""

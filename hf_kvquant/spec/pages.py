@@ -11,7 +11,8 @@ ops says which of them hold a sequence.
 
 With granularity channel or dense windows, a sequence has one page more, which holds nothing but its tails, from the
 first byte on: `[num_kv_heads, rows, head_dim]` dense keys, then values. A page is as large as these at least. With
-dense windows, it must have so many tokens that it is anyway, so that no page wastes memory.
+dense windows, it must have so many tokens that it is anyway, so that no page wastes memory. A row of `page_table` then
+begins with two more numbers, that page and `tail_from`: see `reference.TailPages`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class PageLayout:
                     "page cannot have the scale of one of them. Use granularity 'head'."
                 )
             kv_format.num_groups(head_dim)
-        if self.has_windows and self._end_of(_TAILS) > self._end_of(_OF_TOKENS):
+        if self.layout.has_windows and self._end_of(_TAILS) > self._end_of(_OF_TOKENS):
             raise ValueError(
                 f"PageLayout: `num_tokens` must be at least {self.least_tokens} for dense windows of "
                 f"{layout.sink_length} and {layout.residual_length} tokens, got {self.num_tokens}: a page must have "
@@ -103,14 +104,9 @@ class PageLayout:
         return self.layout.has_tail
 
     @property
-    def has_windows(self) -> bool:
-        """Whether tails have tokens that also have codes. Who shares the codes of another sequence lacks its tails."""
-        return self.has_tail and any(self.layout.windows.values())
-
-    @property
     def least_tokens(self) -> int:
         """Tokens that a page of this layer must have at least, whatever this one has."""
-        if not self.has_windows:
+        if not self.layout.has_windows:
             return BLOCK_SIZE
         of_token = self.layout.bytes_per_token((1, self.num_kv_heads, *self.head_dims), self.dtype)
         return -(-self._end_of(_TAILS) // (of_token * BLOCK_SIZE)) * BLOCK_SIZE
@@ -133,6 +129,17 @@ class PageLayout:
 
     def _end_of(self, names: Iterable[tuple[int, str]]) -> int:
         return max((part.end for part in self._parts(names)), default=0)
+
+    @property
+    def sink_ranges(self) -> list[tuple[int, int]]:
+        """The bytes of a page with tails that hold sinks: of each head of keys, then of values."""
+        ranges, sinks = [], self.layout.sink_length
+        for part in self._parts(_TAILS):
+            heads, rows, head_dim = part.shape
+            row_bytes = head_dim * part.dtype.itemsize
+            begins = (part.begin + head * rows * row_bytes for head in range(heads) if sinks)
+            ranges += [(begin, begin + sinks * row_bytes) for begin in begins]
+        return ranges
 
     @property
     def num_bytes(self) -> int:

@@ -18,7 +18,9 @@ affected. Bits of codes are in `codes.py`, layouts in `formats.py`, allocation i
 Dense windows: the first `sink_length` tokens that are not padding and the last `residual_length` tokens are kept dense,
 in the tail, and attention reads them there. The window is placed after the whole chunk is appended, so all queries of a
 chunk see the same tokens as codes. Every token gets codes at once, so nothing happens when it leaves the window.
-The tail may have room for more of the newest tokens than the window: a crop finds them there.
+The tail may have room for more of the newest tokens than the window: a crop finds them there. A sequence that took over
+the pages of another has in its tail a copy of the sinks, and of the newest tokens only its own, those from `tail_from`
+on. It reads all others as codes.
 
 Rings: in planes whose rows are a ring, the token at position t is in row t mod capacity. The rows hold the newest
 `capacity` tokens; `ring_positions` says which. All else uses positions in the sequence, which may exceed the capacity.
@@ -43,6 +45,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -266,6 +269,7 @@ def dense_tokens(
     sink_length: int = 0,
     residual_length: int = 0,
     position: Tensor | None = None,
+    tail_from: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Which tokens are in the tail, and in which row.
 
@@ -278,6 +282,7 @@ def dense_tokens(
         residual_length: Newest tokens that stay dense.
         position: `[batch, tokens]` int64: positions to look up, negative for no token. By default all positions up to
             the capacity.
+        tail_from: `[batch]`: tokens before this position are not in the tail, except sinks; `None` for 0.
 
     Returns:
         is_dense: `[batch, tokens]` bool: whether the token is in the tail. False for padding that has left the window.
@@ -288,7 +293,9 @@ def dense_tokens(
     if planes.tail is None:
         return torch.zeros_like(position, dtype=torch.bool), torch.zeros_like(position)
     is_sink, row = _tail_rows(planes.tail, position, starts, sink_length)
-    is_recent = position >= kv_format.tail_begin(lengths.long(), residual_length).unsqueeze(1)
+    newest = kv_format.tail_begin(lengths.long(), residual_length)
+    newest = newest if tail_from is None else newest.maximum(tail_from.long())
+    is_recent = position >= newest.unsqueeze(1)
     is_dense = (is_sink | is_recent) & (position < lengths.unsqueeze(1))
     return is_dense, row.masked_fill(~is_dense, 0)
 
@@ -311,6 +318,7 @@ def dequantize(
     residual_length: int = 0,
     key_transform: KeyTransform | None = None,
     position: Tensor | None = None,
+    tail_from: Tensor | None = None,
 ) -> Tensor:
     """Dequantise: `code · scale + zero` in float32, rounded to `dtype`. Dense tokens are taken from the tail.
 
@@ -324,6 +332,7 @@ def dequantize(
         residual_length: Newest tokens that are dense.
         key_transform: The transform of the coded keys, which is undone; `None` undoes nothing.
         position: `[batch, tokens]` int64: position of each row in the sequence. By default the row's index.
+        tail_from: See `dense_tokens`.
 
     Returns:
         `[batch, num_kv_heads, tokens, head_dim]`, new memory (the codes themselves for storage type `none`).
@@ -344,7 +353,8 @@ def dequantize(
         x = undo_key_transform(x, key_transform)
     if planes.tail is None or lengths is None:
         return x.to(dtype)
-    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, sink_length, residual_length, position)
+    windows = sink_length, residual_length
+    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, *windows, position, tail_from)
     tail = planes.tail.take_along_dim(row[:, None, :, None], 2)
     return torch.where(is_dense[:, None, :, None], tail.to(dtype), x.to(dtype))
 
@@ -420,6 +430,7 @@ def append(
     sink_length: int = 0,
     residual_length: int = 0,
     is_ring: bool = False,
+    tail_from: Tensor | None = None,
 ) -> None:
     """Quantise `x` and write it after the tokens that are stored already.
 
@@ -435,9 +446,11 @@ def append(
         sink_length: First tokens that stay dense.
         residual_length: Newest tokens that stay dense.
         is_ring: Whether rows are a ring. If `x` has more tokens than there are rows, only the newest get codes.
+        tail_from: See `dense_tokens`. Blocks before it have their codes and keep them.
     """
     if kv_format.granularity == "channel":
-        _append_in_blocks(x, planes, kv_format, lengths, key_transform, starts, sink_length, residual_length, is_ring)
+        windows = sink_length, residual_length
+        _append_in_blocks(x, planes, kv_format, lengths, key_transform, starts, *windows, is_ring, tail_from)
     else:
         newest = x[:, :, -planes.codes.shape[2] :] if is_ring else x
         transformed = newest if key_transform is None else transform_key(newest, key_transform)
@@ -485,6 +498,7 @@ def _append_in_blocks(
     sink_length: int,
     residual_length: int,
     is_ring: bool,
+    tail_from: Tensor | None,
 ) -> None:
     """Write the codes of `append` for granularity `channel`, one sequence at a time."""
     size, tail, scale, zero = kv_format.block_size, planes.tail, planes.scale, planes.zero
@@ -492,7 +506,8 @@ def _append_in_blocks(
     for b, length in enumerate(lengths.tolist()):
         first = length - x.shape[2]
         # First token of, and one past, the blocks that leave the window with this append.
-        begin, end = (kv_format.tail_begin(tokens, residual_length) for tokens in (first, length))
+        least = 0 if tail_from is None else int(tail_from[b])
+        begin, end = (max(kv_format.tail_begin(tokens, residual_length), least) for tokens in (first, length))
         capacity = planes.codes.shape[2]
         if is_ring:
             begin = max(begin, end - capacity)
@@ -601,12 +616,28 @@ def decode_attention(
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
 
 
-def split_tails(page_table: Tensor, has_tails: bool) -> tuple[Tensor | None, Tensor]:
-    """The tail page of each sequence, `[batch]`, or `None`, and the pages of its tokens, `[batch, pages]`.
+class TailPages(NamedTuple):
+    """What a page table says of tails: its first columns, `[batch]` int32 each.
 
-    With tails, each row of a page table begins with the page whose tail is that of the sequence.
+    Attributes:
+        page: Whose tail is that of the sequence.
+        tail_from: The first token that this tail may have, besides sinks. 0, or the number of tokens that the sequence
+            took over from another one as codes: a multiple of `BLOCK_SIZE`, at most the tokens held before this call.
     """
-    return (page_table[:, 0], page_table[:, 1:]) if has_tails else (None, page_table)
+
+    page: Tensor
+    tail_from: Tensor
+
+
+# Columns of a page table before the pages of tokens, if a layout has tails.
+NUM_TAIL_COLUMNS = len(TailPages._fields)
+
+
+def split_tails(page_table: Tensor, has_tails: bool) -> tuple[TailPages | None, Tensor]:
+    """What a page table says of tails, or `None`, and the pages of tokens, `[batch, pages]` int32."""
+    if not has_tails:
+        return None, page_table
+    return TailPages(*page_table[:, :NUM_TAIL_COLUMNS].unbind(1)), page_table[:, NUM_TAIL_COLUMNS:]
 
 
 def gather_pages(

@@ -173,6 +173,7 @@ def copied_tail(store: LayerStore, side: int, slack: int = 0) -> Tensor | None:
             store.starts,
             **windows,
             position=position,
+            tail_from=None,
         )
         for each in (tail, copied)
     )

@@ -299,15 +299,17 @@ struct TailUpdate {
   int start;        // the first token that is not padding, at most max_length, so that sums fit an int
   int first_new;    // may be negative
   int old, length;  // tokens before and after
-  int begin, end;   // tail_begin before and after
+  int tail_from;
+  int begin, end;  // tail_begin before and after
 
   __device__ TailUpdate(const Jobs& jobs, const Job& job, unsigned b)
       : start(jobs.starts == nullptr ? 0 : min(max(jobs.starts[b], 0), jobs.max_length)),
         first_new(jobs.lengths[b] - job.q_len),
         old(max(first_new, 0)),
         length(min(jobs.lengths[b], jobs.max_length)),
-        begin(tail_begin(job.side, old, jobs.residual_length)),
-        end(tail_begin(job.side, max(length, 0), jobs.residual_length)) {}
+        tail_from(jobs.laps.tail_from(static_cast<int>(b), old)),
+        begin(tail_begin(job.side, old, jobs.residual_length, tail_from)),
+        end(tail_begin(job.side, max(length, 0), jobs.residual_length, tail_from)) {}
 };
 
 // All threads of a thread block copy the new tokens of one head that the tail keeps.
@@ -343,7 +345,7 @@ __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdat
                                 update.first_new,
                                 update.start + jobs.dense_first,
                                 jobs.laps.tail_slot(static_cast<int>(b)),
-                                jobs.dense_first + begin % job.side.ring};
+                                jobs.dense_first};
   __shared__ float2 ranges[kNumWarps][kMaxCudaHeadDim];
   const BlockWarps warps = {static_cast<int>(threadIdx.x / kLanes), kNumWarps, ranges[0], kMaxCudaHeadDim};
   if (job.side.tail_dtype == Dtype::fp32) {

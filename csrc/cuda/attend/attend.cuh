@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   // In granularity channel, the one new token may make a block leave the window, so that it gets codes. Its steps are in
   // one round, so of one thread block.
   const int block_end = held.end - params.residual_length;
-  bool closes_block = Shape::kIsBlocked && held.begin < held.end && block_end > 0 && block_end % kBlockSize == 0;
+  bool closes_block =
+      Shape::kIsBlocked && held.begin < held.end && block_end > bounds.tail_from && block_end % kBlockSize == 0;
   if (closes_block) {
     held.first_step = step_of<Pipeline::kStepTokens>(block_end - kBlockSize);
     closes_block = share_of_step(plan, segment, held.first_step) == segment.share;
@@ -170,7 +171,9 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   const int first_step = segment.first_step + warp;
   const int held_step = held.is_own || closes_block ? min(held.first_step, segment.last_step) : segment.last_step;
   const int first_of_tail =
-      Shape::kIsBlocked ? tail_begin(params.key_side, bounds.num_tokens(plan), params.residual_length) : span.end;
+      Shape::kIsBlocked
+          ? tail_begin(params.key_side, bounds.num_tokens(plan), params.residual_length, bounds.tail_from)
+          : span.end;
   if (first_step != likely_step) pipeline.seek(plan, segment, first_step);
   pipeline.bound(params, plan, segment, span.begin, span.end, min(first_of_tail, span.end));
   if constexpr (Shape::kIsBlocked) {
@@ -204,9 +207,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
         const int begin = block_end - kBlockSize, first_counted = max(bounds.start, 0) + params.sink_length;
         const int slot = Shape::kIsPaged ? plan.laps.slot(segment.b, begin) : segment.b;
         const int of_tail = tail_slot<Shape::kIsPaged>(plan, segment.b);
-        const int row_of_tail = params.sink_length + begin % params.key_side.ring;
         const BlockOfTokens tokens = {begin,         slot,    plan.laps.row(begin), held.end - 1,
-                                      first_counted, of_tail, row_of_tail};
+                                      first_counted, of_tail, params.sink_length};
         // No copy goes to a warp's last stage before the loop below.
         constexpr int kStageRanges = Pipeline::kStageBytes / sizeof(float2);
         static_assert(kStageRanges >= Shape::kHeadDim);

@@ -21,6 +21,8 @@ class Blocks {
   static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
   static constexpr int kColumnTiles = Shape::kColumnTiles, kColumnsPerTile = Shape::kColumnsPerTile;
   static constexpr int kParts = Shape::kHeadDim / 32;
+  static_assert(!Shape::kIsBlocked || kTailAlignment % Pipeline::kStepTokens == 0,
+                "a step of the tail is in consecutive rows");
 
  public:
   // Prefetches a warp's rows of the tail: those of tokens `begin` ... `end` - 1 that are in its step.

@@ -28,15 +28,23 @@ namespace hf_kvquant::cuda {
 // max_length, so that sums fit an int.
 struct Bounds {
   int length, start;
+  int tail_from;  // 0 without dense windows: an unfinished block is behind it anyway
 
   __device__ __forceinline__ Bounds(const DecodeParams& params, const DecodePlan& plan, int b)
       : Bounds(params, plan, b, params.lengths[b]) {}
   __device__ __forceinline__ Bounds(const DecodeParams& params, const DecodePlan& plan, int b, int known_length)
-      : length(known_length), start(params.starts == nullptr ? 0 : min(params.starts[b], plan.max_length)) {}
+      : length(known_length),
+        start(params.starts == nullptr ? 0 : min(params.starts[b], plan.max_length)),
+        tail_from(plan.has_dense_tokens ? plan.laps.tail_from(b, num_tokens(plan)) : 0) {}
 
   // The tokens that there is room for.
   __device__ __forceinline__ int num_tokens(const DecodePlan& plan) const {
     return min(max(length, 0), plan.max_length);
+  }
+
+  // The first of the newest tokens that a dense window has.
+  __device__ __forceinline__ int newest(const DecodePlan& plan, int residual_length) const {
+    return max(num_tokens(plan) - residual_length, tail_from);
   }
 };
 
@@ -151,7 +159,7 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
   if (plan.has_dense_tokens) {
     // Tokens of dense windows follow later (tails.cuh).
     span.begin = max(span.begin, max(bounds.start, 0) + params.sink_length);
-    span.end = min(span.end, max(span.first_position + params.q_len - params.residual_length, 0));
+    span.end = min(span.end, bounds.newest(plan, params.residual_length));
   }
   if (span.begin >= span.end) span.begin = span.end = 0;
   const unsigned last_step = step_of<kStepTokens>(max(span.end - 1, 0));

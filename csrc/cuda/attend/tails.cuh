@@ -21,10 +21,9 @@ struct DenseTokens {
 
   __device__ __forceinline__ DenseTokens(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds)
       : start(max(bounds.start, 0)) {
-    const int length = bounds.num_tokens(plan);
-    newest = max(length - params.residual_length, 0);
+    newest = bounds.newest(plan, params.residual_length);
     num_first = max(min(start + params.sink_length, newest) - start, 0);
-    count = num_first + length - newest;
+    count = num_first + bounds.num_tokens(plan) - newest;
   }
 
   // -1 beyond the last.

@@ -216,7 +216,9 @@ struct Tail {
       : slot(side.tail == nullptr ? 0 : laps.tail_slot(b)),
         start(max(start, 0)),
         dense_first(params.sink_length),
-        begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
+        begin(side.tail == nullptr
+                  ? length
+                  : tail_begin(side, length, params.residual_length, laps.tail_from(b, length))) {}
 
   __device__ bool has(const Side& side, int token) const {
     return side.tail != nullptr && (token >= begin || is_sink(token, start, dense_first));

@@ -47,7 +47,7 @@ struct Laps {
   int shift;            // ⌈log2 of the blocks of a lap⌉
   const int32_t* pages;  // of the laps of a sequence, page_stride apart from those of the next; nullptr: none
   int page_stride, num_pages;
-  const int32_t* tail_pages;  // the page of each sequence's tail, page_stride apart; nullptr: sequence b has tail b
+  const int32_t* tail_pages;  // CacheParams::tail_pages
 
   // The number of the lap that a position is in; exact below kMaxRingLength, that is, 2²³ blocks.
   KVQ_BOTH int number(int position) const {
@@ -80,6 +80,13 @@ struct Laps {
   // The same for a tail.
   __device__ __forceinline__ int tail_slot(int b) const {
     return tail_pages == nullptr ? b : checked(load_kept(tail_pages + int64_t{b} * page_stride));
+  }
+
+  // The first token that this tail may have, of `length` tokens: whole blocks.
+  __device__ __forceinline__ int tail_from(int b, int length) const {
+    if (tail_pages == nullptr) return 0;
+    const int first = load_kept(tail_pages + int64_t{b} * page_stride + 1);
+    return max(min(first, length), 0) / kBlockSize * kBlockSize;
   }
 
  private:

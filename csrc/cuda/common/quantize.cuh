@@ -432,10 +432,10 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
 // --- scales of channels
 
 // A block of tokens to quantise, from row `row` of the planes on, whose first axis is at `slot`. Tokens before
-// `first_new` are read from the tail at `tail_slot`, others are new. Tokens before `first_counted` do not count for
+// `first_new` are read from the tail at `tail_slot`, behind its sinks; others are new. Tokens before `first_counted` do not count for
 // scales and get codes of 0.
 struct BlockOfTokens {
-  int begin, slot, row, first_new, first_counted, tail_slot, tail_row;
+  int begin, slot, row, first_new, first_counted, tail_slot, sink_length;
 };
 
 // The warps that quantise a block together, and shared memory for the ranges of each: [head_dim], `stride` apart.
@@ -462,7 +462,8 @@ __device__ __noinline__ void quantize_columns(const Side& side, const KeyTransfo
   const int num_old = min(max(tokens.first_new - begin, 0), kBlockSize);
   const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
   const int64_t from_tail =
-      tokens.tail_slot * tail.stride_b + h * tail.stride_h + tokens.tail_row * tail.stride_t + c;
+      tokens.tail_slot * tail.stride_b + h * tail.stride_h + tokens.sink_length * tail.stride_t + c;
+  const int first_of_ring = begin % side.ring;  // of the rows behind sinks; a block may begin again at the first
   const int64_t from_new =
       b * dense.stride_b + h * dense.stride_h + int64_t{begin - tokens.first_new} * dense.stride_t + c;
   LaneTransform<kChunk> inverted;
@@ -482,7 +483,8 @@ __device__ __noinline__ void quantize_columns(const Side& side, const KeyTransfo
       for (int i = 0; i < kAtOnce; ++i) {
         const int row = row_at(i);
         const bool is_old = row < num_old;
-        load_rows(is_old ? tail : dense, is_old ? from_tail + row * tail.stride_t : from_new + row * dense.stride_t,
+        const int of_ring = first_of_ring + row - (first_of_ring + row < side.ring ? 0 : side.ring);
+        load_rows(is_old ? tail : dense, is_old ? from_tail + of_ring * tail.stride_t : from_new + row * dense.stride_t,
                   counts(i), x[i]);
       }
 #pragma unroll

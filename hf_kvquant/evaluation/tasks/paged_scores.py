@@ -65,7 +65,8 @@ class Scorer:
         options = {"num_blocks": self._num_pages, "max_batch_tokens": self._budget}
         # Nothing is captured, since the manager does not run.
         self._pages = Pages(model, config, GenerationConfig(), use_cuda_graph=False, **options)
-        self._num_tails = self._pages.cache.allocator.num_tails
+        allocator = self._pages.cache.allocator
+        self._num_tails, self._row_of = allocator.num_tails, allocator.row_of
         self._device = model.device
         types, kwargs = layers_of(text_config_of(model))
         self._windows = [
@@ -145,7 +146,7 @@ class Scorer:
             self._moves.update(zip(own_tails, tails, strict=True))
             if own and len(pages) > len(shared):
                 self._moves[own[0]] = pages[-1]
-            all_pages = _numbers([*own_tails, *shared, *own])
+            all_pages = self._row_of([*own_tails, *shared, *own])
             places.append(Place(all_pages, (row.context + row.fed)[len(first) :], len(first)))
         return places, held
 
@@ -156,7 +157,7 @@ class Scorer:
         ends = list(itertools.accumulate(map(len, firsts)))
         singles = [first for first in firsts if len(first) == 1]
         keep = [end - 1 for first, end in zip(firsts, ends, strict=True) if len(first) == 1] or [0]
-        requests = [Request(0, len(first), _numbers(held[first])) for first in firsts]
+        requests = [Request(0, len(first), self._row_of(held[first])) for first in firsts]
         scored = self._forward(requests, firsts, torch.tensor(keep, device=self._device))
         self._pages.copy(self._moves)
         return {first: scored[index : index + 1] for index, first in enumerate(singles)}
@@ -197,7 +198,3 @@ class Scorer:
 
 def _pages(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
-
-
-def _numbers(pages: list[int]) -> Tensor:
-    return torch.tensor(pages, dtype=torch.int32)
