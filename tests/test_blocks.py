@@ -16,7 +16,7 @@ import compare
 import models
 import pytest
 import torch
-from cases import KINDS, REFUSED, Case, clone, make_transform, name_of, queries, tokens
+from cases import KINDS, REFUSED, Case, clone, filled, make_transform, name_of, queries, tokens
 from checks import run_decode
 from compare import assert_same, assert_same_planes
 from models import greedy, left_padded
@@ -36,6 +36,7 @@ VALUE = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
 FORMATS = (KEY, VALUE)
 BORDERS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
 ALL = KINDS[-1]
+CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def spoiled(case: Case, device: str = "cpu") -> tuple[Planes, Planes]:
@@ -270,6 +271,37 @@ def test_decode_splits_and_masks(engine: str, num_splits: int) -> None:
     run_decode(engine, case, planes=planes, num_splits=num_splits)
     run_decode(engine, case, planes=planes, num_splits=num_splits, sliding_window=201, softcap=20.0)
     run_decode(engine, case, planes=planes, num_splits=num_splits, sinks=torch.randn(4), alibi_slopes=torch.rand(4))
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("kind", [None, ALL])
+@pytest.mark.parametrize("windows", [{}, {"sink_length": 4, "residual_length": 28}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_long_sequences_on_a_gpu(head_dim: int, windows: dict[str, int], kind: str | None) -> None:
+    """Warps have many steps each. Alone, and in one call with a key that fills a block."""
+    transform, lengths, starts = transform_of(kind, head_dim), (4000, 28 + 24 * 128, 2311, 25), (0, 3, 700, 0)
+    for q_len in (1, 4):
+        where: dict[str, Any] = {"capacity": 4096, **windows}
+        case = Case(FORMATS, head_dim, torch.bfloat16, 4, q_len, lengths, starts, **where)
+        before = dataclasses.replace(case, lengths=tuple(each - q_len for each in lengths))
+        made = filled(before, 0, key_transform=transform), filled(before, 1)
+        planes, apart = ([clone(side, "cuda") for side in made] for _ in range(2))
+        new = tokens(case, q_len, head_dim).cuda(), tokens(case, q_len, head_dim).cuda()
+        query, held_tokens = queries(case), case.lengths_tensor().cuda()
+        there = None if transform is None else transform.to("cuda")
+        options = {"starts": torch.tensor(starts, dtype=torch.int32, device="cuda"), "key_transform": there}
+        ops.append(*new, apart[0], apart[1], held_tokens, case.layout, there, starts=options["starts"])
+        for extras in ({}, {"sliding_window": 1001}, {"softcap": 20.0}):
+            run_decode(
+                "cuda", case, planes=(clone(apart[0]), clone(apart[1])), query=query, num_splits=1,
+                key_transform=transform, **extras,
+            )  # fmt: skip
+        given = {"softmax_scale": 0.125, "num_splits": 1, **options}
+        out, _ = ops.decode(query.cuda(), new, planes[0], planes[1], held_tokens, case.layout, **given)
+        expected, _ = ops.decode(query.cuda(), None, apart[0], apart[1], held_tokens, case.layout, **given)
+        assert_same(out, expected.cpu(), "out")
+        for side in (0, 1):
+            assert_same_planes(planes[side], clone(apart[side]), "planes")
 
 
 @pytest.mark.sanitize
