@@ -126,6 +126,18 @@ MUTATIONS = [
             "pages",
         ),
         (
+            "max(kv_format.tail_begin(tokens, residual_length), least)",
+            "kv_format.tail_begin(tokens, residual_length)",
+            "a shared page gets codes of what is not in the tail",
+            "pages",
+        ),
+        (
+            "newest if tail_from is None else newest.maximum(tail_from.long())",
+            "newest",
+            "tokens that were taken over are read from a tail that lacks them",
+            "pages",
+        ),
+        (
             "is_absent = position >= end",
             "is_absent = position > end",
             "a static cache shows one token that was cropped",
@@ -211,6 +223,30 @@ MUTATIONS = [
             "if not DO_MODELS_UPDATE_PAGES:",
             "another attention computes over the new tokens alone",
             "batching batching_support",
+        ),
+        (
+            "self._tail_from[request_id] = prefix_len",
+            "pass",
+            "a request reads tokens that it took over from a tail that lacks them",
+            "batching",
+        ),
+        (
+            "return self._last_to_code.num_coded(0, length)",
+            "return length",
+            "pages are shared before they have codes",
+            "batching",
+        ),
+        (
+            "(first in unknown or self.sinks.get(first) is None)",
+            "self.sinks.get(first) is None",
+            "a page has the sinks of the prompt that it held before",
+            "batching",
+        ),
+        (
+            "if not no_cache:\n            self._tail_from.pop(request_id, None)",
+            "self._tail_from.pop(request_id, None)",
+            "a request that comes back reads tokens that it took over from its tail",
+            "batching",
         ),
     ),
     *of(

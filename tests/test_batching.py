@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import re
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,6 +290,72 @@ def test_shared_prefixes_with_dense_tokens(config: dict[str, Any], page: int) ->
         assert answered[:1] == [alone(model, first)]
         assert answered[1:2] == [alone(model, second, prefill_chunk_size=page)]
         assert answered[2:] == [alone(model, [*second, 22])]
+
+
+def test_pages_are_shared_when_they_have_codes() -> None:
+    config = {"preset": "int4-channel", "residual_length": 28}
+    with patched(models.llama(max_position_embeddings=4096), config) as model:
+        with managed(model, page_size=1152) as manager:
+            cache, counted = manager.batch_processor.cache, []
+            for held in (1151, 1152, 1179, 1180, 2304 + 27):
+                state = types.SimpleNamespace(current_len=lambda held=held: held)
+                counted.append(cache.count_new_complete_blocks(state, 1).get("full_attention", 0))
+            assert counted == [0, 0, 1, 0, 1]
+            prompts = [text(2 * 1152 + 10), text(2 * 1152 + 40)]
+            for _ in range(8):
+                cache.pool.allocate_sector(cache.allocator.index)
+            for name, prompt in zip("ab", prompts, strict=True):
+                cache.allocator.allocate_cache_to_request(name, 0, len(prompt))
+            shared = [
+                cache.allocator.count_shareable_blocks(name, len(each))
+                for name, each in zip("ab", prompts, strict=True)
+            ]
+            assert shared == [1, 2]
+            cache.free_all_requests()
+
+
+def test_offloading_keeps_what_a_request_took_over() -> None:
+    """Its tail lacks these tokens when it comes back, too."""
+    config = {"preset": "int8", "residual_length": 40}
+    with patched(long_llama(), config) as model, managed(model, page_size=256) as manager:
+        cache = manager.batch_processor.cache
+        allocator = cache.allocator
+        for _ in range(8):
+            cache.pool.allocate_sector(allocator.index)
+        allocator.allocate_cache_to_request("a", 0, 256)
+        allocator.acquire_prefix_blocks("b", 256, allocator.block_table["a"][1:])
+        allocator.allocate_cache_to_request("b", 256, 1)
+        assert allocator.pages_of("b")[1] == 256 and allocator.pages_of("a")[1] == 0
+        allocator.free_blocks("b", no_cache=True)
+        allocator.allocate_cache_to_request("b", 256 + 1, 1)
+        assert allocator.pages_of("b")[1] == 256
+        allocator.free_blocks("b", no_cache=True)
+        allocator.allocate_cache_to_request("b", 0, 1)
+        assert allocator.pages_of("b")[1] == 0, "it begins anew"
+        allocator.acquire_prefix_blocks("c", 256, allocator.block_table["a"][1:])
+        allocator.free_blocks("c")
+        assert not allocator._tail_from
+        cache.free_all_requests()
+
+
+def test_a_page_has_the_sinks_of_its_own_prompt() -> None:
+    """Another prompt may have been in the same page before."""
+    config = {"preset": "int8", "sink_length": 4, "residual_length": 40}
+    prefixes = [text(PAGE, seed) for seed in range(2)]
+    with patched(long_llama(), config) as model:
+        with managed(model, max_batch_tokens=512, page_size=256, num_blocks=4) as manager:
+            cache = manager.batch_processor.cache
+            answered = []
+            for prefix in prefixes:
+                whole = [*prefix, *prefix]
+                answered += answers(manager, [[*whole, 5, 6]])
+                assert len(cache.allocator.ledger.hash_to_block) == 1
+                answered += answers(manager, [[*whole, 7]])
+                assert cache.evict_cached_blocks()
+                cache.pool.try_to_free_sectors()
+        for prefix, plain, shared in zip(prefixes, answered[::2], answered[1::2], strict=True):
+            assert plain == alone(model, [*prefix, *prefix, 5, 6])
+            assert shared == alone(model, [*prefix, *prefix, 7], prefill_chunk_size=256)
 
 
 def test_pages_have_room_for_dense_tokens() -> None:
