@@ -5,7 +5,9 @@
 // are few such tokens, and the time goes into waiting for memory and for instructions that are in no cache. So
 // everything is loaded at once, and there is little code. Windows of 32 tokens add 13 us to 135 at 64 x 8k, and 5 to 9
 // at 1 x 8k (H200, int4, 2026-11). As separate thread blocks they added 24 and 2.5: those that wait keep others from
-// reading.
+// reading. With eight tokens at a time, twice as many warps take part: 4 + 28 tokens added 4 us instead of 6 at 1 x 128k
+// and 2 instead of 4 at 1 x 2k. But 4 + 32 at 64 x 8k, where four warps then take two rounds, added 18 instead of 14. So
+// eight would have to be for what fits one round.
 #pragma once
 
 #include "schedule.cuh"
