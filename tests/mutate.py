@@ -494,9 +494,18 @@ MUTATIONS = [
     *of(
         "hf_kvquant/batching/hook.py",
         (
-            "isinstance(kept, Manager) and kept.made_for is state_of(model)",
+            "isinstance(kept, Manager) and kept.made_for.is_that_of(model)",
             "isinstance(kept, Manager)",
             "a kept manager shares pages from before the calibration",
+            "batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/manager.py",
+        (
+            "is_same and self._hash == weights_hash(model)",
+            "is_same",
+            "a kept manager shares pages of other weights",
             "batching",
         ),
     ),

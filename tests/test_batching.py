@@ -345,11 +345,13 @@ def test_a_page_has_the_sinks_of_its_own_prompt() -> None:
     with patched(long_llama(), config) as model:
         with managed(model, max_batch_tokens=512, page_size=256, num_blocks=4) as manager:
             cache = manager.batch_processor.cache
-            answered = []
+            answered, sinks = [], cache.allocator.sinks
             for prefix in prefixes:
-                whole = [*prefix, *prefix]
+                whole, stale = [*prefix, *prefix], torch.zeros(len(sinks._words), dtype=torch.int64)
+                sinks._of_block = {block: stale for block in range(len(sinks._blocks))}
                 answered += answers(manager, [[*whole, 5, 6]])
-                assert len(cache.allocator.ledger.hash_to_block) == 1
+                (block,) = cache.allocator.ledger.block_to_hash
+                assert sinks.get(block) is not stale
                 answered += answers(manager, [[*whole, 7]])
                 assert cache.evict_cached_blocks()
                 cache.pool.try_to_free_sectors()
@@ -857,6 +859,28 @@ def test_a_kept_manager_ends_with_calibration() -> None:
     after = model._cached_continuous_batching_manager
     assert after is not before and after._layers[0].key_transform.center is not None
     unpatch(model)
+
+
+def test_a_kept_manager_ends_with_its_weights() -> None:
+    """Pages that it keeps for later requests are those of the weights before, also if these stay where they are."""
+    prompt, options = text(PAGE + 5), {"continuous_batching_config": settings(max_batch_tokens=512)}
+    with patched(long_llama(), "int8") as model:
+        options |= {"persistent_manager": True}
+        before = [
+            output.generated_tokens for output in model.generate_batch([prompt], generation(4), **options).values()
+        ]
+        manager = model._cached_continuous_batching_manager
+        again = [
+            output.generated_tokens for output in model.generate_batch([prompt], generation(4), **options).values()
+        ]
+        assert model._cached_continuous_batching_manager is manager and len(again) == len(before)
+        torch.manual_seed(1)
+        changed = {name: weight + 0.05 * torch.randn_like(weight) for name, weight in model.state_dict().items()}
+        model.load_state_dict(changed)
+        (after,) = model.generate_batch([prompt], generation(4), **options).values()
+        assert model._cached_continuous_batching_manager is not manager
+        assert after.generated_tokens == alone(model, prompt, 4)
+        check_nothing_leaks(model)
 
 
 def test_a_second_manager_beside_a_running_one_is_refused() -> None:

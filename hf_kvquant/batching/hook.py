@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..state import notes_on, state_of
+from ..state import notes_on
 from .support import WHERE, check_version
 
 HOOK = "init_continuous_batching"
@@ -34,7 +34,7 @@ def init_continuous_batching(
     from .manager import Manager
 
     kept = getattr(model, "_cached_continuous_batching_manager", None)
-    if isinstance(kept, Manager) and kept.made_for is state_of(model):
+    if isinstance(kept, Manager) and kept.made_for.is_that_of(model):
         kept.switch_to_cb_friendly_attn(model)
         return kept
     if _manager_of(model) is not None and _manager_of(model).is_running():

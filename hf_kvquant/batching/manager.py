@@ -22,6 +22,8 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..attention.registry import implementation_name, set_attention
+from ..graphs.capture import key_of_model
+from ..models.hashes import weights_hash
 from ..models.sharding import why_not_captured
 from ..models.text_config import text_config_of
 from ..state import notes_on, patch_of, state_of
@@ -93,6 +95,23 @@ class Processor(ContinuousBatchProcessor):
             torch.cuda.synchronize(self.model_device)
 
 
+class Purpose:
+    """What a manager is made for. Its captured steps and the pages that it keeps for later requests fit nothing else.
+
+    Args:
+        model: Patched.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._state = state_of(model)  # another one after calibration
+        self._key, self._hash = key_of_model(model), weights_hash(model)
+
+    def is_that_of(self, model: Any) -> bool:
+        """Whether a manager of this model would be made for the same."""
+        is_same = self._state is state_of(model) and self._key == key_of_model(model)
+        return is_same and self._hash == weights_hash(model)
+
+
 class Manager(ContinuousBatchingManager):
     """A `ContinuousBatchingManager` over pages of codes. `init_continuous_batching` of a patched model makes it.
 
@@ -105,8 +124,7 @@ class Manager(ContinuousBatchingManager):
         workload_hints: Likewise.
 
     Attributes:
-        made_for: What the user had asked for when this manager was made. Calibration may have changed the weights
-            since, and with them what pages that are kept for later requests should hold.
+        made_for: Weights, adapters and the user's wishes as they are now; they may change.
 
     Raises:
         ImportError, NotImplementedError, ValueError: See `check_served` and `pages_of`. The model is unchanged.
@@ -119,11 +137,12 @@ class Manager(ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: WorkloadHints | None = None,
     ) -> None:
-        self.made_for, patch = state_of(model), patch_of(model)
+        patch = patch_of(model)
         assert patch is not None
         self._attention = implementation_name(patch.previous_attention)
         self._paged_attention = paged_name(patch.previous_attention)
         self._restore_attention(model)  # of a manager that was dropped without being stopped
+        self.made_for = Purpose(model)
         check_served(model, patch.config, continuous_batching_config)
         calls = calls_of_a_token(model, patch.previous_attention)
         pages = pages_of(model, patch.config, continuous_batching_config, calls)

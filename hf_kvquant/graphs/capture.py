@@ -76,15 +76,22 @@ def check_capturable(model: PreTrainedModel) -> None:
 def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Hashable:
     """Everything that is fixed in a captured step: if any of it changes, another step is captured."""
     return (
-        tuple(part.data_ptr() for tensor in (*model.parameters(), *model.buffers()) for part in plain_tensors(tensor)),
-        tuple(_what_runs(model)),
-        adapter_settings(model),
+        key_of_model(model),
         model.training,
         # A tensor created in inference mode cannot be written outside of it.
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type),
         what_steps_use(cache),
         signature_of(inputs),
+    )
+
+
+def key_of_model(model: PreTrainedModel) -> Hashable:
+    """What is fixed of the model: where its weights are, though not their values, what runs, and which adapters act."""
+    return (
+        tuple(part.data_ptr() for tensor in (*model.parameters(), *model.buffers()) for part in plain_tensors(tensor)),
+        tuple(_what_runs(model)),
+        adapter_settings(model),
     )
 
 
