@@ -441,6 +441,36 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/batching/settings.py",
+        (
+            "    if refused:\n",
+            "    if False:\n",
+            "settings are dropped",
+            "batching_support batch_command",
+        ),
+        (
+            "return all(len(sequence) == 1 for",
+            "return any(len(sequence) == 1 for",
+            "biases of several tokens are dropped",
+            "batching_support",
+        ),
+        (
+            "    return settings_of(config) == settings_of(other)",
+            "    return True",
+            "a kept manager answers by the settings of before",
+            "batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/manager.py",
+        (
+            "max_new_tokens = config.max_length - len(input_ids)",
+            "pass",
+            "a request goes on after `max_length`",
+            "batching",
+        ),
+    ),
+    *of(
         "hf_kvquant/batching/sampling.py",
         (
             "config.do_sample, config.num_return_sequences = settings is not None, 1",

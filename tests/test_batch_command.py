@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -402,6 +403,24 @@ def test_mistakes_leave_no_files(batch: Batch, more: list[str], told: str) -> No
     code, _, error = batch.run(*more)
     assert code == 2 and told in error and error.count("\n") == 1
     assert sorted(path.name for path in batch.source.parent.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "name, value", [("stop_strings", ["a"]), ("forced_eos_token_id", 7), ("bad_words_ids", [[9]]), ("max_time", 0.001)]
+)
+def test_settings_of_the_model_that_would_be_dropped_leave_no_files(batch: Batch, name: str, value: Any) -> None:
+    path = batch.source.parent / "model"
+    shutil.copytree(batch.model, path)
+    config = path / "generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), name: value}), encoding="utf-8")
+    batch.model = str(path)
+    batch.write(*prompts(2))
+    code, _, error = batch.run()
+    assert code == 2 and error.count("\n") == 1
+    assert f"hf-kvquant: error: batch: {path} cannot be batched like this. init_continuous_batching: " in error
+    assert f"got {name}={value}. " in error
+    assert f"The model's own generation config (generation_config.json) sets {name}." in error
+    assert sorted(path.name for path in batch.source.parent.iterdir()) == ["in.jsonl", "model"]
 
 
 def test_wrong_files(batch: Batch) -> None:

@@ -681,6 +681,70 @@ def test_sampling_and_its_probabilities_are_those_of_transformers(options: dict[
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=1e-3)
 
 
+# Sampling by each of these leaves one token, or one that is by far the most likely.
+NARROW: list[dict[str, Any]] = [
+    *({"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_h": 1e-6}, {"typical_p": 1e-6}),
+    *({"epsilon_cutoff": 0.999}, {"eta_cutoff": 0.999, "temperature": 0.02}),
+    {"top_k": 1, "renormalize_logits": True, "remove_invalid_values": True},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"do_sample": True, "top_k": 0, **narrow} for narrow in NARROW),
+        {"suppress_tokens": [*range(0, models.VOCAB_SIZE, 2)]},
+        {"sequence_bias": [[[9], 10.0], [[40], 11.0]]},
+        {"sequence_bias": {(9,): 10.0}},
+        {"max_new_tokens": None, "max_length": 9},
+        {"max_new_tokens": 4, "max_length": 9},
+        {"eos_token_id": [*range(0, models.VOCAB_SIZE, 5)]},
+    ],
+    ids=str,
+)
+def test_settings_that_hold_are_those_of_generate(options: dict[str, Any]) -> None:
+    config = generation(10, **options)
+    with patched(models.llama(), "int8") as model:
+        expected = [
+            model.generate(torch.tensor([prompt]), generation_config=config, pad_token_id=0)[0, len(prompt) :].tolist()
+            for prompt in ([5, 6, 7], [11])
+        ]
+        outputs = model.generate_batch([[5, 6, 7], [11]], config, settings())
+    assert [each.generated_tokens for each in outputs.values()] == expected
+    assert [each.error for each in outputs.values()] == [None, None]
+
+
+@pytest.mark.parametrize("max_length", [3, 1])
+def test_a_length_that_the_prompt_fills_gets_an_error_of_its_own(max_length: int) -> None:
+    config = GenerationConfig(do_sample=False, max_length=max_length)
+    with patched(models.llama(), "int8") as model:
+        (bad,) = model.generate_batch([[5, 6, 7]], config, settings()).values()
+    assert bad.error == (
+        "continuous batching: `max_new_tokens`, or else `max_length` without the prompt, must be at least 1, got "
+        f"{max_length - 3}. Set a larger one."
+    )
+
+
+def test_a_kept_manager_serves_no_other_settings() -> None:
+    """... but other lengths, in tokens of the answer or of everything."""
+    with patched(models.build("llama"), "int8") as model:
+
+        def answer(config: GenerationConfig) -> list[int]:
+            (output,) = model.generate_batch([[5, 6, 7]], config, settings(), persistent_manager=True).values()
+            tokens: list[int] = output.generated_tokens
+            return tokens
+
+        tokens = answer(generation(8))
+        kept = model._cached_continuous_batching_manager
+        assert answer(generation(3)) == tokens[:3]
+        assert answer(GenerationConfig(do_sample=False, eos_token_id=None, max_length=8)) == tokens[:5]
+        assert model._cached_continuous_batching_manager is kept
+        assert tokens[2] not in answer(generation(8, suppress_tokens=[tokens[2]]))
+        assert answer(generation(8, eos_token_id=tokens[2])) == tokens[: tokens.index(tokens[2]) + 1]
+        with pytest.raises(NotImplementedError, match="got num_beams=2"):
+            answer(generation(8, num_beams=2))
+
+
 @pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 2), ("int4-channel", 3)])
 @pytest.mark.parametrize("tokens", [0, 2 * PAGE + 1])
 def test_a_prompt_that_never_fits_gets_an_error_of_its_own(tokens: int, preset: str, num_blocks: int) -> None:

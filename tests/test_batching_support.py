@@ -10,7 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_kvquant import patched
@@ -184,6 +184,152 @@ def test_settings_that_pages_do_not_serve_are_refused(
     config: Any, options: dict[str, Any], message: str, error: type[Exception]
 ) -> None:
     check_refused(models.llama(), config, message, error, **options)
+
+
+HOLD = "`generation_config` must only have settings that hold under continuous batching, got "
+
+
+def never(*_: Any) -> None:
+    raise AssertionError("the model runs")
+
+
+def check_setting_refused(model: Any, config: GenerationConfig | None, message: str) -> None:
+    """It is refused before the model runs."""
+    hook = model.register_forward_pre_hook(never)
+    try:
+        with patched(model, "int8"), pytest.raises(NotImplementedError, match=re.escape(f"{WHERE}: {HOLD}{message}")):
+            model.generate_batch([[5, 6]], config, ContinuousBatchingConfig(num_blocks=2))
+    finally:
+        hook.remove()
+
+
+@needs_pages
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_strings": "a"},
+        {"max_time": 0.0},
+        {"num_beams": 3},
+        {"num_beam_groups": 2},
+        {"diversity_penalty": 0.5},
+        {"penalty_alpha": 0.5},
+        {"dola_layers": "low"},
+        {"constraints": [1]},
+        {"force_words_ids": [[1]]},
+        {"min_length": 1},
+        {"min_new_tokens": 1},
+        {"repetition_penalty": 1.8},
+        {"encoder_repetition_penalty": 1.8},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[9]]},
+        {"sequence_bias": [[[9], 10.0], [[9, 8], 10.0]]},
+        {"forced_bos_token_id": 0},
+        {"forced_eos_token_id": 0},
+        {"exponential_decay_length_penalty": (2, 1.5)},
+        {"begin_suppress_tokens": [9]},
+        {"guidance_scale": 2.0},
+        {"token_healing": True},
+        {"watermarking_config": WatermarkingConfig()},
+        {"assistant_ensemble_weight": 0.5},
+        {"output_scores": True},
+        {"output_logits": True},
+        {"output_attentions": True},
+        {"output_hidden_states": True},
+        {"added_by_a_later_release": 1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_settings_that_batching_would_drop_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    config = GenerationConfig(max_new_tokens=3, **options, return_dict_in_generate=True)
+    check_setting_refused(models.llama(), config, f"{name}=")
+
+
+@needs_pages
+def test_settings_that_nobody_has_judged_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One setting after the other, with a value that no setting has as its default."""
+    from hf_kvquant.batching import settings
+
+    lists = settings._HOLD | settings._OF_GENERATE
+    names = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert {"stop_strings", "num_beams"} <= names - lists and "max_new_tokens" in lists
+    model = models.llama()
+    for name in names - {"sequence_bias"}:
+        config = GenerationConfig()
+        setattr(config, name, 0.123)
+        with contextlib.nullcontext() if name in lists else pytest.raises(NotImplementedError, match=f"{name}=0.123"):
+            settings.check_settings(model, config)
+
+
+@needs_pages
+def test_all_refused_settings_are_named_at_once() -> None:
+    config = GenerationConfig(num_beams=3, stop_strings=["a"], temperature=0.5, bad_words_ids=[[9]] * 100)
+    shown = "stop_strings=['a'], num_beams=3, bad_words_ids=[[9], [9], [9], [9], [9], [9], ...]"
+    check_setting_refused(models.llama(), config, f"{shown}. Leave out what is named, or use generate.")
+
+
+@needs_pages
+def test_a_setting_that_the_model_brings_is_said_to_be_its_own() -> None:
+    model = models.build("llama")
+    model.generation_config.no_repeat_ngram_size = 3
+    model.generation_config.num_beams = 2
+    own = "use generate. The model's own generation config (generation_config.json) sets"
+    both = f"num_beams=2, no_repeat_ngram_size=3. Leave out what is named, or {own} num_beams, no_repeat_ngram_size."
+    check_setting_refused(model, None, both)
+    config = GenerationConfig(num_beams=3, no_repeat_ngram_size=3)
+    check_setting_refused(
+        model, config, f"num_beams=3, no_repeat_ngram_size=3. Leave out what is named, or {own} no_repeat_ngram_size."
+    )
+
+
+@needs_pages
+def test_a_repetition_penalty_that_the_model_brings_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Many chat models have one. If the caller asks for another, it is refused."""
+    model = models.build("llama")
+    model.generation_config.repetition_penalty = 1.0625
+    batching = ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=64)
+    with patched(model, "int8"):
+        (output,) = model.generate_batch([[5, 6]], None, batching, max_new_tokens=2).values()
+    assert len(output.generated_tokens) == 2
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("hf_kvquant")]
+    what = "what the model's own generation config sets: repetition_penalty=1.0625."
+    assert f"{WHERE}: continuous batching leaves out {what}" in told
+    check_setting_refused(
+        model, GenerationConfig(repetition_penalty=1.5), "repetition_penalty=1.5. Leave out what is named"
+    )
+
+
+@needs_pages
+@pytest.mark.parametrize("kind", ["defaults", "of a checkpoint"])
+def test_settings_that_change_nothing_pass(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers' defaults, spelt out; and what checkpoints bring, with names that mean nothing to generate."""
+    model, defaults = models.build("llama"), GenerationConfig._get_default_generation_params()
+    brought: dict[str, Any] = {"min_new_tokens": 0, "guidance_scale": 1.0, "chat_format": "chatml", "use_cache": False}
+    brought |= {"transformers_version": "4.40.0", "disable_compile": True, "early_stopping": True}
+    for name, value in (defaults if kind == "defaults" else brought).items():
+        setattr(model.generation_config, name, value)
+    with patched(model, "int8"):
+        outputs = model.generate_batch(
+            [[5, 6]],
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=64),
+            max_new_tokens=3,
+        )
+    assert [len(each.generated_tokens) for each in outputs.values()] == [3]
+    assert WHERE not in caplog.text
+
+
+@needs_pages
+def test_settings_of_generate_alone_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = GenerationConfig(max_new_tokens=2, cache_implementation="static", prompt_lookup_num_tokens=7)
+    with patched(models.llama(), "int8") as model:
+        for _ in range(2):
+            model.generate_batch([[5, 6]], config, ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=64))
+    (told,) = (record.getMessage() for record in caplog.records if record.name.startswith("hf_kvquant"))
+    assert told == (
+        f"{WHERE}: continuous batching leaves out settings that are for generate alone: cache_implementation='static', "
+        "prompt_lookup_num_tokens=7."
+    )
 
 
 @needs_pages

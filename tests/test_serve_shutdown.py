@@ -6,6 +6,7 @@ import concurrent.futures
 import importlib.util
 import json
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -168,6 +169,25 @@ def test_mistakes(
     error = capsys.readouterr().err
     assert code == 2
     assert error.startswith(f"hf-kvquant: error: serve: {message}")
+    assert error.count("\n") == 1
+
+
+def test_settings_of_the_model_that_would_be_dropped(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_kvquant.serving.server.Server.serve", _serve_nothing)
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    config = path / "generation_config.json"
+    settings = {**json.loads(config.read_text(encoding="utf-8")), "stop_strings": ["a"], "temperature": 0.5}
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    sizes = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0", "--device", "cpu")
+    assert cli.main(["serve", str(path), *sizes]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"hf-kvquant: error: serve: `--preset int4` does not serve {path}. init_continuous_batching"
+    )
+    assert "got stop_strings=['a']. Leave out" in error and error.endswith("sets stop_strings.\n")
     assert error.count("\n") == 1
 
 

@@ -21,6 +21,8 @@ def init_continuous_batching(
 ) -> Any:
     """Replaces `ContinuousMixin.init_continuous_batching`: makes a manager over pages of codes, or returns a kept one.
 
+    A kept manager serves the same settings only. Others get a new one.
+
     Arguments and result are those of the method of transformers.
 
     Raises:
@@ -32,9 +34,19 @@ def init_continuous_batching(
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     from .manager import Manager
+    from .settings import check_settings, is_alike
 
+    generation_config = copy.copy(model.generation_config if generation_config is None else generation_config)
+    check_settings(model, generation_config)
+    if generation_config.eos_token_id is None:
+        generation_config.eos_token_id = -1  # transformers' spelling of none, for its logits processors
     kept = getattr(model, "_cached_continuous_batching_manager", None)
-    if isinstance(kept, Manager) and kept.made_for.is_that_of(model):
+    if (
+        isinstance(kept, Manager)
+        and kept.made_for.is_that_of(model)
+        and is_alike(kept.generation_config, generation_config)
+    ):
+        kept.generation_config = generation_config  # its lengths
         kept.switch_to_cb_friendly_attn(model)
         return kept
     if _manager_of(model) is not None and _manager_of(model).is_running():
@@ -42,9 +54,6 @@ def init_continuous_batching(
             f"{WHERE}: `model` must have no running manager, got one that has. Add requests to it, or stop it."
         )
     close(model)
-    generation_config = copy.copy(model.generation_config if generation_config is None else generation_config)
-    if generation_config.eos_token_id is None:
-        generation_config.eos_token_id = -1  # transformers' spelling of none, for its logits processors
     if continuous_batching_config is None:
         continuous_batching_config = getattr(generation_config, "continuous_batching_config", None)
     if continuous_batching_config is None:

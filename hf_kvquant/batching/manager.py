@@ -58,13 +58,18 @@ class Processor(ContinuousBatchProcessor):
         """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
 
         Raises:
-            ValueError: It has no token, or more than all pages hold.
+            ValueError: It has no token, or more than all pages hold, or may get no new one.
         """
         num_tokens, room = len(state.initial_tokens), self.cache.room
         if not 0 < num_tokens <= room:
             raise ValueError(
                 f"continuous batching: a prompt must have from 1 to {room} tokens, as many as all pages hold, got "
                 f"{num_tokens}. Shorten it, or set a larger `num_blocks` in the ContinuousBatchingConfig."
+            )
+        if state.max_new_tokens is not None and state.max_new_tokens < 1:
+            raise ValueError(
+                "continuous batching: `max_new_tokens`, or else `max_length` without the prompt, must be at least 1, "
+                f"got {state.max_new_tokens}. Set a larger one."
             )
         self._add_waiting(state)
 
@@ -186,6 +191,20 @@ class Manager(ContinuousBatchingManager):
         """See `ContinuousBatchingManager`."""
         self.switch_to_cb_friendly_attn(self.model)
         super().start()
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> str | None:
+        """See `ContinuousBatchingManager`. `max_length` holds as in generate; upstream leaves it out (5.24)."""
+        config = self.generation_config
+        if max_new_tokens is None and config.max_new_tokens is None and config.max_length is not None:
+            max_new_tokens = config.max_length - len(input_ids)
+        return super().add_request(input_ids, request_id, max_new_tokens, *args, **options)
 
     def stop(
         self,
