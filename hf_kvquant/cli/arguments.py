@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..calibration.choices import CALIBRATED_PRESET
 from ..common.errors import did_you_mean
 from ..common.output import why_unwritable
 from ..config import PRESETS, WINDOWS, KVQuantConfig
 from ..evaluation.choices import (
     BIAS_NORM,
-    CALIBRATED_PRESET,
     FIELD,
     OUTLIER_FACTOR,
     OUTLIER_PAIRS,

@@ -13,7 +13,6 @@ UNQUANTIZED = "none"
 OUTLIER_PAIRS = 3  # RoPE pairs per head whose channels are made larger
 OUTLIER_FACTOR = 10.0  # about that of large models
 BIAS_NORM = 100.0
-CALIBRATED_PRESET = "int4"
 
 # --- perplexity -------------------------------------------------------------------------------------------------------
 
