@@ -297,13 +297,14 @@ def test_examples_run_the_reference_model_by_default(path: Path) -> None:
 def default_of(*words: str) -> list[str]:
     """The presets that a command takes if none is named."""
     args = parser().parse_args([*words])
+    args.load(args)  # which takes other presets with --full
     return [args.preset] if args.preset else [*args.default_presets]
 
 
 def test_presets_taken_by_default_are_those_of_the_page() -> None:
     """The page names the commands, and what they and functions take."""
     paragraph = page_of("presets").partition("Where you name none, ")[2].partition("\n\n")[0]
-    one, calibrated, several, every = re.split(r"\. |; ", paragraph.replace("\n", " "))
+    one, calibrated, several, reported, every = re.split(r"\. |; ", paragraph.replace("\n", " "))
     taken = {
         name: inspect.signature(getattr(hf_kvquant, name)).parameters["preset_or_config"].default
         for name in ("patch", "patched", "KVQuantCache", "smooth_attention")
@@ -314,8 +315,10 @@ def test_presets_taken_by_default_are_those_of_the_page() -> None:
     assert calibrated.startswith(f"`smooth_attention` and `hf-kvquant calibrate` take `{CALIBRATED_PRESET}`")
     assert default_of("generate", "M") == default_of("eval", "tasks", "M") == default_of("eval", "long", "M")
     assert re.findall(r"`([^`]+)`", several.rpartition(" take ")[2]) == default_of("generate", "M")
-    assert default_of("eval", "perplexity", "M") == default_of("eval", "report", "M", "--output", "D") == [*PRESETS]
-    assert every == "`eval perplexity` and `eval report` take all."
+    assert re.findall(r"`([^`]+)`", reported)[1:] == default_of("eval", "report", "M", "--output", "D")
+    assert default_of("eval", "perplexity", "M") == default_of("eval", "report", "M", "--output", "D", "--full")
+    assert default_of("eval", "perplexity", "M") == [*PRESETS]
+    assert every == "`eval perplexity` and `eval report --full` take all."
 
 
 @pytest.mark.parametrize("command", ["serve", "batch"])
