@@ -27,6 +27,7 @@ from hf_kvquant import PRESETS
 from hf_kvquant.batching.support import check_served
 from hf_kvquant.calibration.choices import CALIBRATED_PRESET
 from hf_kvquant.cli import parser
+from hf_kvquant.spec.codes import BITS
 from hf_kvquant.upstream.releases import HAS_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -378,6 +379,17 @@ def test_rooms_that_import_graphs_are_those_that_are_named() -> None:
         if re.search(r"^\s*from \.+graphs\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert f"only {' and '.join(sorted(importers))} import it" in CONTRIBUTING
+
+
+def test_the_diagram_says_what_bits_codes_have() -> None:
+    """Once, those of the presets, and the page says the same."""
+    diagram = (ROOT / "docs" / "data-flow.svg").read_text(encoding="utf-8")
+    text = " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", diagram))
+    names = {side.storage for sides in PRESETS.values() for side in sides if side.is_quantized}
+    *most, least = sorted({BITS[name] for name in names}, reverse=True)
+    spelled = f"{', '.join(map(str, most))} or {least} bits"
+    assert f"of {spelled} " in text and text.count("bits") == 1
+    assert f"reads {spelled} per value" in page_of("how-it-works")
 
 
 def test_chunks_begin_where_contributing_says() -> None:
