@@ -19,11 +19,12 @@ NAMES = {name: SCENARIO_SYSTEMS[name] for name in ("dynamic", "dynamic-no-cudnn"
 NAMES["none"] = "bf16, captured"
 # What the picture shows, and how. Steps with the dynamic cache take several times as long, whatever the context.
 DRAWN = {
-    "static": {"color": COLOURS[UNQUANTISED], "linestyle": "--"},
-    "none": {"color": COLOURS[UNQUANTISED]},
-    "int8": {"color": COLOURS["int8"]},
-    "int4": {"color": COLOURS["int4"]},
-    "int2": {"color": PALETTE[4]},
+    "static": {"color": COLOURS[UNQUANTISED], "linestyle": "--", "marker": "o"},
+    "none": {"color": COLOURS[UNQUANTISED], "marker": "o"},
+    "int8": {"color": COLOURS["int8"], "marker": "s"},
+    # Hollow, so that a preset that is nearly as fast shows behind it.
+    "int2": {"color": PALETTE[4], "marker": "D"},
+    "int4": {"color": COLOURS["int4"], "marker": "o", "markerfacecolor": "none", "markersize": 8},
 }
 
 
@@ -106,7 +107,7 @@ def plotted(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(numbers: dict[str, Any], path: Path) -> None:
-    """Draw the time of a step against the tokens held, a panel for each batch."""
+    """Draw the time of a step against the tokens held, a panel for each batch, both on logarithmic scales."""
     slopes = numbers["slopes"]
     plain = min(slopes[arm] for arm in NAMES if slopes.get(arm) is not None)
     title = f"1,000 tokens cost a step {slopes['int4']:.1f} µs with int4, {plain:.1f} with bf16"
@@ -114,11 +115,17 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
     with picture(path, numbers, title, columns=len(batches), height=3.0) as (panels,):
         for axes, (batch, arms) in zip(panels, batches.items(), strict=True):
             for arm, points in arms.items():
-                axes.plot(*zip(*points, strict=True), marker="o", **DRAWN[arm])
+                axes.plot(*zip(*points, strict=True), **DRAWN[arm])
                 label(axes, NAMES.get(arm, arm), points[-1], DRAWN[arm]["color"])
             count = "one sequence" if batch == "1" else f"{batch} sequences"
-            axes.set(title=f"ms a step, {count} ({numbers['gpu']})", xlabel="tokens of each sequence", ylim=(0, None))
-            longest = max(points[-1][0] for points in arms.values())
-            ticks = [2**power * 1024 for power in (5, 6, 7) if 2**power * 1024 <= 1.1 * longest]
-            axes.set_xticks([0, *ticks], ["0", *map(thousands, ticks)])
+            axes.set(title=f"ms a step, {count} ({numbers['gpu']})", xlabel="tokens of each sequence")
+            axes.set(xscale="log", yscale="log")
+            held = [tokens for points in arms.values() for tokens, _ in points]
+            times = [time for points in arms.values() for _, time in points]
+            axes.set_ylim(0.75 * min(times), 1.2 * max(times))
+            within = [tokens for tokens in (2**power * 1024 for power in (0, 2, 4, 7)) if tokens <= 1.1 * max(held)]
+            axes.set_xticks(within, list(map(thousands, within)))
+            shown = [time for time in (5, 10, 20, 50, 100, 200) if min(times) <= time <= 1.2 * max(times)]
+            axes.set_yticks(shown, list(map(str, shown)))
+            axes.minorticks_off()
             axes.grid(axis="y")

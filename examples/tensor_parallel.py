@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from torch import distributed
@@ -18,11 +19,14 @@ from transformers.distributed import DistributedConfig
 
 import hf_kvquant
 
+REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
+
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", help="a checkpoint; the number of processes must divide its key-value heads")
+    model = "a folder or a hub id; the number of processes must divide its key-value heads"
+    parser.add_argument("model", nargs="?", default=str(REFERENCE_MODEL), help=model)
     parser.add_argument("--preset", default="int4", choices=sorted(hf_kvquant.PRESETS))
     parser.add_argument("--prompt", default="The river")
     parser.add_argument("--max-new-tokens", type=int, default=64)

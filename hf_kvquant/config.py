@@ -51,7 +51,7 @@ class KVQuantConfig(Formats):
         capture: Whether `generate` of a patched model records the decode step as a CUDA graph without compiling it.
             Ready at once; on one GPU, or on the ranks of tensor parallelism. Implies `static`.
         offloading: Whether the codes of a growing cache are kept in CPU memory. Each GPU holds those of two layers: the
-            one that attends and the next one, which is being fetched. See `offloading.py`.
+            one that attends and the next one, which is being fetched.
 
     Raises:
         TypeError, ValueError: A setting is not valid; the message names it, what was expected and what came.

@@ -42,14 +42,14 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET) -> Model:
     """Make `model.generate` keep keys and values as codes and attend to them directly.
 
-    So does continuous batching (`generate_batch`), for the models that `batching/support.py` lists. A cache that the
+    So does continuous batching (`generate_batch`); models that it does not serve raise an error there. A cache that the
     user passes, `use_cache=False`, any other `cache_implementation` of transformers and assistant models work as
     before. Patching again replaces the config. With `static=True` the model keeps the buffers of a call until
     `unpatch`, so that the next call reuses them and the compiled steps. Steps captured with `capture=True` are kept,
     too. If weights, modules, hooks or adapters change, the next call captures new ones.
 
     With keys of 4 bits or fewer, a look at some weights tells whether the model needs calibration first. If so, the log
-    says it in one line (`preflight/hint.py`).
+    says it in one line.
 
     Args:
         model: A transformers model with a decoder. In an encoder-decoder, the self-attention cache is quantised.

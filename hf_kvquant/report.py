@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
@@ -22,7 +23,7 @@ from .cache.handle import LOOKED_INSIDE
 from .cache.layers import KVQuantLayer
 from .cache.support import check_layers, other_caches
 from .calibration.smoothing import smoothing_of
-from .common.tables import plain, table_of
+from .common.tables import html, plain, table_of
 from .config import KVQuantConfig
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
@@ -67,7 +68,7 @@ class LayerReport:
         return not self.reason and not self.fallbacks
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """The result of `report`.
 
@@ -97,14 +98,29 @@ class Report:
 
     def __str__(self) -> str:
         """A readable table. Consecutive layers with equal entries share a line."""
+        return "\n".join([self._title(), *plain(self._table()), *filter(None, [self.cost])])
+
+    def __repr__(self) -> str:
+        """One line: which layers are served by a kernel."""
+        ours = [layer for layer in self.layers if layer.formats is not None]
+        served = sum(layer.is_served for layer in ours)
+        return f"<Report: {self._title()}, {served} of {len(ours)} quantised layers served by a kernel>"
+
+    def _repr_html_(self) -> str:
+        """The table, for a notebook."""
+        return html(self._title(), self._table(), filter(None, [self.cost]))
+
+    def _title(self) -> str:
+        return f"{self.model}, {self.cache} cache"
+
+    def _table(self) -> Table:
         headings = "layers", "formats", "device", "served by", "reason"
         rows = []
         for cells, group in itertools.groupby(self.layers, key=_cells):
             indices = [str(layer.layer_idx) for layer in group]
             span = indices[0] if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
             rows.append(((span, *cells), None))
-        lines = plain(table_of(headings, rows, left=headings))
-        return "\n".join([f"{self.model}, {self.cache} cache", *lines, *filter(None, [self.cost])])
+        return table_of(headings, rows, left=headings)
 
 
 def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:

@@ -21,11 +21,12 @@ from typing import Any
 
 import models
 import pytest
+import torch
 from transformers.utils.quantization_config import QuantizationMethod
 
 import hf_kvquant
 from hf_kvquant import cli
-from hf_kvquant.cli import messages
+from hf_kvquant.cli import messages, threads
 from hf_kvquant.common import interrupts
 from hf_kvquant.evaluation.choices import RECIPE_NAMES
 from hf_kvquant.evaluation.errors import Interrupted, UsageError, is_out_of_memory
@@ -309,7 +310,7 @@ def test_within_a_program_an_interruption_is_raised_and_told_once(capsys: pytest
         raise Interrupted("Kept: all.") from KeyboardInterrupt()
 
     handler = signal.getsignal(signal.SIGINT)
-    assert cli.run(argparse.Namespace(command="env", load=lambda args: interrupted)) == 130
+    assert cli.run(argparse.Namespace(command="env", threads=None, load=lambda args: interrupted)) == 130
     assert capsys.readouterr().err == "hf-kvquant: interrupted. Kept: all.\n"
     assert signal.getsignal(signal.SIGINT) is handler
     interrupts._STATE.is_told = False
@@ -322,10 +323,10 @@ def test_other_errors_are_no_interruption(capsys: pytest.CaptureFixture[str]) ->
     def broken(args: argparse.Namespace) -> None:
         raise ZeroDivisionError
 
-    assert cli.run(argparse.Namespace(command="env", load=lambda args: failing)) == 2
+    assert cli.run(argparse.Namespace(command="env", threads=None, load=lambda args: failing)) == 2
     assert capsys.readouterr().err == "hf-kvquant: error: env: no.\n"
     with pytest.raises(ZeroDivisionError):
-        cli.run(argparse.Namespace(command="env", load=lambda args: broken))
+        cli.run(argparse.Namespace(command="env", threads=None, load=lambda args: broken))
     error = ValueError()
     error.__cause__ = error  # chains may have loops
     assert interrupts.behind(error) is None
@@ -363,3 +364,89 @@ def test_what_torchao_says_is_shown_only_if_it_is_used(method: str | None, monke
     assert shown == (["Failed to load _C.so", f"{Enumerated} is an Enum", "later"] if method == "torchao" else [])
     loggers[0].warning("afterwards")
     assert stream.getvalue().splitlines()[-1] == "afterwards"
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """All commands, those of commands included, by what a user types."""
+    choices = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    if not choices:
+        return {parser.prog: parser}
+    return {name: found for each in choices[0].values() for name, found in commands_of(each).items()}
+
+
+def test_every_command_takes_threads() -> None:
+    found = commands_of(cli.parser())
+    assert {"hf-kvquant env", "hf-kvquant serve", "hf-kvquant eval report"} < found.keys()
+    assert [name for name, each in found.items() if "--threads" not in each._option_string_actions] == []
+
+
+def set_by(monkeypatch: pytest.MonkeyPatch, *options: str, **environment: str) -> list[int]:
+    """The numbers of threads that a command sets, and what it has in its environment before it imports torch."""
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)}, raising=False)
+    monkeypatch.setattr(os, "environ", {**environment})
+    args = cli.parser().parse_args(["env", *options])
+    args.load = lambda args: lambda args: None
+    assert cli.run(args) == 0
+    return numbers
+
+
+def test_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's, else that of the environment, else what the process may use, shared by those started together."""
+    monkeypatch.setattr(threads, "quota", lambda: 100)
+    assert set_by(monkeypatch, "--threads", "3", OMP_NUM_THREADS="2") == [3]
+    assert set_by(monkeypatch, OMP_NUM_THREADS="2") == []
+    assert set_by(monkeypatch) == [6]
+    assert set_by(monkeypatch, LOCAL_WORLD_SIZE="4") == [1]
+    monkeypatch.setattr(threads, "quota", lambda: 2)
+    assert set_by(monkeypatch) == [2]
+    assert set_by(monkeypatch, LOCAL_WORLD_SIZE="4") == [1]
+
+
+def test_no_threads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env", "--threads", "0"]) == 2
+    assert capsys.readouterr().err == "hf-kvquant: error: env: `--threads` must be at least 1, got 0.\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, threads.SPIN), ({"GOMP_SPINCOUNT": "9"}, "9"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["by default", "spin count", "policy"],
+)
+def test_waiting_threads_spin_shortly(command: Command, environment: dict[str, str], expected: str) -> None:
+    """OpenMP reads the variable when torch is imported. It keeps what the user has set."""
+    told = f"""
+        import os, sys
+        os.environ.pop("GOMP_SPINCOUNT", None)
+        os.environ.update({environment})
+        class Torch:
+            def find_spec(self, name, *_):
+                if name == "torch":
+                    os.write(1, str(os.environ.get("GOMP_SPINCOUNT")).encode())
+                    os._exit(0)
+        sys.meta_path.insert(0, Torch())
+        """
+    assert command("env", first=told).communicate()[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "max 100000\n"}, 2**31),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2**31),
+        ({}, 2**31),
+    ],
+    ids=["no limit", "one and a half", "version 1", "version 1, no limit", "no files"],
+)
+def test_limit_of_a_container(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert threads.quota(tmp_path) == expected

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import os
 import re
@@ -19,10 +20,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
 import hf_kvquant
+from hf_kvquant import PRESETS
+from hf_kvquant.batching.support import check_served
+from hf_kvquant.calibration.choices import CALIBRATED_PRESET
 from hf_kvquant.cli import parser
+from hf_kvquant.spec.codes import BITS
 from hf_kvquant.upstream.releases import HAS_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +39,9 @@ PAGES = [
 ]
 RUN_OPTIONS = (ROOT / "evals" / "results_files.py").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+EXTRAS = re.findall(r"^(\w+) = \[", PROJECT.split("[project.optional-dependencies]")[1].split("\n[")[0], re.MULTILINE)
+NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 TEXT_LENGTH = 1800  # characters, of more tokens than the 528 that presets with dense windows are measured on
 FENCED = re.compile(r"^(`{3,})([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
@@ -136,7 +144,10 @@ def check_command(words: list[str]) -> None:
     elif program.endswith(".sh"):
         assert os.access(ROOT / program, os.X_OK), words
     else:
+        # No index has the package: it is installed from a clone.
         assert words[:2] == ["pip", "install"], f"nothing checks this command: {words}"
+        found = re.fullmatch(r"\.(?:\[(\w+)\])?", words[2])
+        assert found and (found[1] is None or found[1] in EXTRAS), words
 
 
 def check_links(page: Path) -> None:
@@ -216,6 +227,8 @@ WRONG = {
     "script": (check_commands, "```sh\npython evals/none.py\n```\n"),
     "option of a script": (check_commands, "```sh\npython examples/chat.py --nonsense\n```\n"),
     "program": (check_commands, "```sh\ncurl x\n```\n"),
+    "package of an index": (check_commands, "```sh\npip install 'hf-kvquant[serve]'\n```\n"),
+    "extra": (check_commands, "```sh\npip install '.[nonsense]'\n```\n"),
     "link": (check_links, "[a page](none.md)\n"),
     "heading": (check_links, "# One\n\n[a heading](#two)\n"),
     "picture": (check_pictures, "![](none.svg)\n"),
@@ -248,3 +261,167 @@ def test_the_api_page_has_every_public_name() -> None:
     api = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?:auto\w+|py:data):: hf_kvquant\.(\w+)", api))
     assert named == {*hf_kvquant.__all__} - {"__version__"}
+
+
+# --- what pages and docstrings say of the package ---------------------------------------------------------------------
+
+
+def page_of(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_counts_in_words_are_right() -> None:
+    """Of what is listed elsewhere, so that a new one changes the sentence."""
+    examples = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+    page = page_of("examples")
+    assert page.splitlines()[2].startswith(f"{NUMBERS[len(examples)].capitalize()} programs ")
+    assert set(re.findall(r"\(\.\./examples/(\w+)\.py\)", page)) == {*examples}
+    tasks = [*(ROOT / "hf_kvquant" / "evaluation" / "tasks" / "offline").glob("*.yaml")]
+    assert f"{NUMBERS[len(tasks)]} tasks run from JSON lines" in page_of("evaluation").replace("\n", " ")
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    variables = {*re.findall(r"HF_KVQUANT_[A-Z]+_?[A-Z]*|MAX_JOBS", page_of("install"))}
+    assert f"{NUMBERS[len(variables)].capitalize()} environment variables change what is compiled" in page_of("install")
+    assert all(name in setup for name in variables)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run_the_reference_model_by_default(path: Path) -> None:
+    """As their page says."""
+    source = path.read_text(encoding="utf-8")
+    assert re.search(r'add_argument\(\s*"model", nargs="\?", default=', source)
+    assert '"evals" / "reference_model"' in source
+
+
+def default_of(*words: str) -> list[str]:
+    """The presets that a command takes if none is named."""
+    args = parser().parse_args([*words])
+    args.load(args)  # which takes other presets with --full
+    return [args.preset] if args.preset else [*args.default_presets]
+
+
+def test_presets_taken_by_default_are_those_of_the_page() -> None:
+    """The page names the commands, and what they and functions take."""
+    paragraph = page_of("presets").partition("Where you name none, ")[2].partition("\n\n")[0]
+    one, calibrated, several, reported, every = re.split(r"\. |; ", paragraph.replace("\n", " "))
+    taken = {
+        name: inspect.signature(getattr(hf_kvquant, name)).parameters["preset_or_config"].default
+        for name in ("patch", "patched", "KVQuantCache", "smooth_attention")
+    }
+    assert taken == {"patch": "int8", "patched": "int8", "KVQuantCache": "int8", "smooth_attention": "int4"}
+    assert default_of("serve", "M") == default_of("batch", "M", "IN", "--output", "OUT") == ["int8"]
+    assert one == "`patch`, `KVQuantCache`, `hf-kvquant serve` and `hf-kvquant batch` take `int8`"
+    assert calibrated.startswith(f"`smooth_attention` and `hf-kvquant calibrate` take `{CALIBRATED_PRESET}`")
+    assert default_of("generate", "M") == default_of("eval", "tasks", "M") == default_of("eval", "long", "M")
+    assert re.findall(r"`([^`]+)`", several.rpartition(" take ")[2]) == default_of("generate", "M")
+    assert re.findall(r"`([^`]+)`", reported)[1:] == default_of("eval", "report", "M", "--output", "D")
+    assert default_of("eval", "perplexity", "M") == default_of("eval", "report", "M", "--output", "D", "--full")
+    assert default_of("eval", "perplexity", "M") == [*PRESETS]
+    assert every == "`eval perplexity` and `eval report --full` take all."
+
+
+@pytest.mark.parametrize("command", ["serve", "batch"])
+def test_tables_of_options_are_complete(command: str) -> None:
+    """Every option of the command is in the table of its page, and every one of the table is an option."""
+    choices = next(iter(action.choices for action in parser()._actions if isinstance(action.choices, dict)))
+    known = {name for action in choices[command]._actions for name in action.option_strings} - {"-h", "--help"}
+    rows = [line for line in page_of(command).splitlines() if line.startswith("| `--")]
+    assert {name for line in rows for name in re.findall(r"--[a-z][a-z-]+", line)} == known
+
+
+def test_options_of_evaluations_are_those_of_their_table() -> None:
+    """All of the table for three evaluations, the last four for `recipes`, the first three for `report`."""
+    table = page_of("evaluation").partition("## Options of these")[2].partition("\n## ")[0]
+    rows = [
+        [shlex.split(cell) for cell in re.findall(r"`(--[^`]+)`", line)]
+        for line in table.splitlines()
+        if "| `--" in line
+    ]
+    found = {
+        name: [row for row in rows if all(is_parsed("eval", name, "M", *required, *cell) for cell in row)]
+        for name, required in {
+            "perplexity": [],
+            "tasks": [],
+            "long": [],
+            "recipes": [],
+            "report": ["--output", "D"],
+        }.items()
+    }
+    assert found["perplexity"] == found["tasks"] == found["long"] == rows
+    assert found["recipes"] == rows[-4:] and "`eval recipes` has the last four" in table
+    assert found["report"][:3] == rows[:3] and "`eval report` the\nfirst three" in table
+
+
+def is_parsed(*words: str) -> bool:
+    try:
+        parser().parse_args(words)
+    except SystemExit:
+        return False
+    return True
+
+
+def test_rooms_stand_in_the_order_that_imports_have() -> None:
+    """The map of CONTRIBUTING has the rooms of pyproject.toml, each above those that it may import."""
+    layers = re.search(r"^layers = \[\n(.*?)^\]", PROJECT, re.MULTILINE | re.DOTALL)[1].split(",")  # type: ignore[index]
+    place = {room: number for number, layer in enumerate(layers) for room in re.findall(r"\w+", layer)}
+    (rooms,) = (block for block in blocks_of(ROOT / "CONTRIBUTING.md") if block.code.startswith("cli "))
+    named = re.findall(r"(?:^|  )([a-z]+)(?=  )", rooms.code, re.MULTILINE)
+    assert named == sorted(named, key=place.__getitem__)
+    assert {*named} == place.keys() - {"__main__", "_ops"}
+
+
+def test_rooms_that_import_graphs_are_those_that_are_named() -> None:
+    importers = {
+        path.relative_to(ROOT / "hf_kvquant").parts[0].removesuffix(".py")
+        for path in (ROOT / "hf_kvquant").rglob("*.py")
+        if re.search(r"^\s*from \.+graphs\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert f"only {' and '.join(sorted(importers))} import it" in CONTRIBUTING
+
+
+def test_the_diagram_says_what_bits_codes_have() -> None:
+    """Once, those of the presets, and the page says the same."""
+    diagram = (ROOT / "docs" / "data-flow.svg").read_text(encoding="utf-8")
+    text = " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", diagram))
+    names = {side.storage for sides in PRESETS.values() for side in sides if side.is_quantized}
+    *most, least = sorted({BITS[name] for name in names}, reverse=True)
+    spelled = f"{', '.join(map(str, most))} or {least} bits"
+    assert f"of {spelled} " in text and text.count("bits") == 1
+    assert f"reads {spelled} per value" in page_of("how-it-works")
+
+
+def test_chunks_begin_where_contributing_says() -> None:
+    source = (ROOT / "csrc" / "cuda" / "plan" / "choose.cpp").read_text(encoding="utf-8")
+    rows, short = re.search(r"kMinChunkRows = (\d+), kMinChunkRowsOfShort = (\d+)", source).groups()  # type: ignore[union-attr]
+    assert f"From {rows} query rows on ({short} in short contexts)" in CONTRIBUTING
+
+
+def test_batching_serves_every_preset_as_its_pages_say() -> None:
+    """Each page refers to the one that says what is refused, which names no preset."""
+    if not HAS_PAGES:
+        pytest.skip("transformers' paged cache has another design")
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE)
+    for name in PRESETS:
+        config = hf_kvquant.KVQuantConfig.from_preset(name)
+        with hf_kvquant.patched(model, config):
+            check_served(model, config, ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64))
+    assert "serves every preset" in page_of("models")
+    refused = page_of("batching").partition("## What is refused")[2]
+    assert not any(f"`{name}`" in refused for name in PRESETS)
+
+
+def public_docstrings() -> Iterator[tuple[str, str]]:
+    for name in hf_kvquant.__all__:
+        value = getattr(hf_kvquant, name)
+        members = vars(value).items() if inspect.isclass(value) else ()
+        for where, each in [(name, value), *((f"{name}.{member}", each) for member, each in members)]:
+            if not where.rpartition(".")[2].startswith("_"):
+                yield where, inspect.getdoc(each) or ""
+
+
+def test_public_docstrings_send_nobody_to_a_source_file() -> None:
+    """Users read them on the page of the API, without the source at hand."""
+    found = {where: re.findall(r"\S+\.(?:py|h|cpp|cuh?)\b", text) for where, text in public_docstrings()}
+    assert len(found) > 50 and {where: files for where, files in found.items() if files} == {}

@@ -55,9 +55,9 @@ def test_layers_are_measured_alone_and_once(model: Any) -> None:
     subject = Subject("model", model, tokenizer(), configs)
     run = measure.Run(record, subject, Segments(ids(), [0], 64), 32, can_simulate=True)
     steps = list(run.details(TEXT))
-    assert [what for what, _ in steps] == ["layer 0 alone", "layer 1 alone", "keys"]
-    for _, do in steps:
-        do(lambda done=0, /, doing=None: None)
+    assert [step.what for step in steps] == ["layer 1 alone"]
+    for step in steps:
+        step.run(lambda done=0, /, doing=None: None)
     layers = record.get("layers")
     assert layers is not None and layers["0"] == known["0"] and list(layers["1"]) == ["int8", "int4"]
     assert 0 < layers["1"]["int8"]["kld"] < layers["1"]["int4"]["kld"] and layers["1"]["int4"]["tokens"] == 62

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +165,40 @@ def test_as_many_windows_at_once_as_caches_may_take() -> None:
     assert [measure.segments_at_once(on_gpu, window, sizes) for window in (2048, 512, 2**15)] == [1, 7, 1]
 
 
+def test_steps_move_with_every_forward(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps together tell as many tokens as were announced, in many parts, and none more than its own."""
+    told: list[list[int]] = []
+    announced: list[int] = []
+
+    @contextlib.contextmanager
+    def measuring(record: Any, where: str, total: int, **options: Any) -> Iterator[Any]:
+        announced.append(total)
+
+        def tell(done: int = 0, /, doing: str | None = None) -> None:
+            if doing is not None and not doing.startswith("the check of modes, "):
+                told.append([])
+            told[-1].append(done)
+
+        yield tell
+
+    monkeypatch.setattr(measure, "measuring", measuring)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    words = ["--text", str(tmp_path / "text.txt"), "--window", "24", "--tokens", "50", "--chunk", "5", "--details"]
+    assert cli.main(["eval", "perplexity", folder, "--dtype", "float32", "--preset", "int8", *words]) == 0
+    assert sum(map(sum, told)) == announced[0] and min(min(parts) for parts in told) >= 0
+    of_check, of_window = told[0], told[1]
+    assert sum(part > 0 for part in of_check) > 40 and sum(part > 0 for part in of_window) >= 5
+
+
+def test_an_estimate_is_told_of_long_work(capsys: pytest.CaptureFixture[str]) -> None:
+    measure.tell_estimate(29.0, None)
+    assert capsys.readouterr().err == ""
+    measure.tell_estimate(90.0, None)
+    assert capsys.readouterr().err == "eval perplexity: about 1.5 minutes.\n"
+    measure.tell_estimate(600.0, time.monotonic() + 299.9)
+    assert capsys.readouterr().err == "eval perplexity: about 10.0 minutes. What does not fit into 5.0 is left out.\n"
+
+
 def test_an_interrupted_run_goes_on(
     folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +214,7 @@ def test_an_interrupted_run_goes_on(
     monkeypatch.setattr(measure, "compare", compare)
     monkeypatch.setattr(measure, "segments_at_once", lambda *_: 1)  # on a GPU, all fit into one forward
     code, found, _ = run(capsys, folder, tmp_path)
-    assert code == 130 and list(found["parts"]) == ["gate", "chunked 0"]
+    assert code == 130 and list(found["parts"]) == ["gate", "chunked 0", "summary"]
     code, found, error = run(capsys, folder, tmp_path)
     assert code == 0 and len(calls) == 4, error
     code, _, error = run(capsys, folder, tmp_path, "--chunk", "6")

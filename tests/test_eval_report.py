@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_kvquant import cli
 from hf_kvquant.cli import evaluate
 from hf_kvquant.cli.parsers.evaluate import LIMIT
 from hf_kvquant.evaluation import paired
+from hf_kvquant.evaluation.choices import MINUTES, REPORTED_PRESETS, SHORT_TOKENS, SHORT_WINDOW
 from hf_kvquant.evaluation.perplexity import measure
 from hf_kvquant.evaluation.report import page
 from hf_kvquant.evaluation.tasks.data import AVERAGED
@@ -56,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str], folder: str, output: Path, *words: s
 
 def short(text: str, *words: str) -> list[str]:
     """Options of a run over texts that takes a few seconds."""
-    options = ["--text", text, "--dtype", "float32", "--window", "48", "--tokens", "90", "--skip", "tasks"]
+    options = ["--text", text, "--dtype", "float32", "--window", "48", "--tokens", "90", "--full", "--skip", "tasks"]
     return [*options, "--preset", "int8", "--preset", "int4", *words]
 
 
@@ -67,7 +69,8 @@ def records() -> dict[str, dict[str, Any]]:
 
     def row(bits: float, kld: float) -> dict[str, Any]:
         same = {"kld_standard_error": kld / 10, "kld_median": kld / 2, "kld_p99": 9 * kld, "agreement": 0.9}
-        more = {"scored_tokens": 90, "perplexity": 30.0, "perplexity_change": kld}
+        same |= {"agreement_standard_error": 0.02, "perplexity_change_standard_error": 0.003}
+        more = {"scored_tokens": 90, "perplexity": 30.0, "perplexity_change": kld, "bytes_per_token": 100 * bits}
         return {
             "bits_per_value": bits,
             "kld": kld,
@@ -82,13 +85,21 @@ def records() -> dict[str, dict[str, Any]]:
         channels = {
             str(i): {"before": [[1.0, 2.0], [9.0 * scale, 2.0]], "after": [[1.0, 2.0], [3.0, 2.0]]} for i in range(2)
         }
+        gate = {
+            "int8": {"bound": 1e-6, "between": {"chunked and decode": 2e-8}},
+            "none": {"bound": None, "between": {}},
+        }
         parts = {"layers": layers, "keys": {"layers": channels}, "summary": {"modes": {"chunked": rows}}}
+        parts |= {"gate": gate, "chunked 0": {}}
+        dense = {"none": 0, "int8": 0, "int4": 20}
         settings = {
             "model": "somewhere/model",
             "source": {"text": "text.txt", "convention": "as it is"},
             "window": 48,
             "chunk": 32,
             "device": "cpu",
+            "begins": [0, 48],
+            "presets": {name: {"sink_length": 0, "residual_length": length} for name, length in dense.items()},
         }
         return {"card": card, "settings": {**settings, "dtype": "float32"}, "parts": parts}
 
@@ -130,7 +141,8 @@ def test_a_report_is_run_interrupted_and_resumed(
 
     monkeypatch.setattr(measure, "compare", counted)
     code, _, error = run(capsys, folder, output, *short(text))
-    assert code == 130 and "run the same command again to resume" in error and not (output / page.PAGE).exists()
+    assert code == 130 and "run the same command again to resume" in error
+    assert "1 of 2 windows." in (output / page.PAGE).read_text(encoding="utf-8")  # there after the first window
     code, shown, error = run(capsys, folder, output, *short(text))
     assert code == 0, error
     # Two windows of each record, of which the first was known; two layers of each.
@@ -164,11 +176,17 @@ def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: s
     given: list[argparse.Namespace] = []
     monkeypatch.setattr(evaluate, "run_perplexity", given.append)
     monkeypatch.setattr(evaluate, "run_tasks", given.append)
-    monkeypatch.setattr(page, "render", lambda *args: [])
+    monkeypatch.setattr(page, "render", lambda *args, **options: [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     words = ["--text", text, "--output", str(tmp_path / "out"), "--dtype", "float32", "--tokens", "500"]
     assert cli.main(["eval", "report", "model", *words]) == 0
+    (short,) = given
+    assert short.default_presets == REPORTED_PRESETS and short.limits["usual"] == (SHORT_WINDOW, SHORT_TOKENS)
+    assert 0 < short.limits["until"] - time.monotonic() <= 60 * MINUTES
+    given.clear()
+    assert cli.main(["eval", "report", "model", *words, "--full"]) == 0
     plain, outliers, of_tasks = given
+    assert plain.limits["until"] is None and "usual" not in plain.limits
     assert (plain.tokens, plain.details, plain.inject_outliers, plain.preset) == (500, True, None, None)
     assert outliers.inject_outliers == 8.0 and Path(outliers.output).name == "perplexity_outliers.json"
     assert (
@@ -200,7 +218,24 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     keys = page.key_numbers(outliers)
     assert keys["before"] == [1.0, 2.0, 27.0, 2.0] and keys["uneven"]["after"] == [[0, 1.5], [1, 1.5]]
     shown = (output / page.PAGE).read_text(encoding="utf-8")
-    assert "| `int4` | 4.5 | 1.0·10⁻² ± 1.0·10⁻³ | 5.0·10⁻³ | 9.0·10⁻² | 90.0% | 30.00 | +1.00% | 25.0 (" in shown
+    # 450 bytes a token, and 20 dense tokens of 1,600.
+    row = "| `int4` | 4.5 | 14.78 | 1.0·10⁻² ± 1.0·10⁻³ | good | 5.0·10⁻³ | 9.0·10⁻² | 90.0% ± 2.0% | 30.00 |"
+    assert f"{row} +1.00% ± 0.30% | 25.0 (" in shown
+    assert "| MB at 32,768 tokens | KL, nats per token (limits: 0.05, 0.15) | verdict |" in shown
+    assert (
+        "**`int4` is the smallest preset that stays below 0.05 nats per token (1.0·10⁻² ± 1.0·10⁻³). At 32,768 tokens, "
+        "its cache takes 14.78 MB instead of 52.43 (28%).**" in shown
+    )
+    told = (
+        "1 of 2 windows. Every (query, token) pair that had to be read from codes was; the ways of feeding a text agree"
+    )
+    assert (
+        f"{told}. They differ most for `int8`, chunked and decode: 2.0·10⁻⁸ nats per token; the limit is 1.0·10⁻⁶."
+        in shown
+    )
+    assert run(capsys, "somewhere/model", output, "--render", "--context", "1000")[0] == 0
+    shown = (output / page.PAGE).read_text(encoding="utf-8")
+    assert "| `int4` | 4.5 | 0.482 |" in shown
     assert "| `int4` | 4 | 25.0 ± 10.0 | - | -25.00 ± 21.65 | 1.00 | 75% | +0.000 |" in shown
     assert "90 tokens of text.txt (as it is) in windows of 48, in chunks of 32 tokens, float32 on Some CPU" in shown
     assert "`tasks.json`: 2026-11-22 10:00 UTC, commit 0123456789, with uncommitted changes." in shown
@@ -216,11 +251,9 @@ def test_what_is_not_there_is_left_out_and_told(capsys: pytest.CaptureFixture[st
     assert code == 0 and "with quality.svg, positions.svg" in shown, error
     text = (output / page.PAGE).read_text(encoding="utf-8")
     assert "with injected outliers\n" not in text and "zero-shot average" not in text and "## Layer" not in text
-    assert (
-        "`perplexity_outliers.json`: 2026-11-22 10:00 UTC, commit 0123456789, with uncommitted changes. Not finished"
-        in text
-    )
-    assert "`tasks.json`: missing." in text and "Keys were not measured as it is: its weights are packed." in text
+    begun = "`perplexity_outliers.json`: 2026-11-22 10:00 UTC, commit 0123456789, with uncommitted changes."
+    assert f"{begun} Nothing is measured yet." in text and "tasks.json" not in text and "missing" not in text
+    assert "Keys were not measured as it is: its weights are packed." in text
 
 
 @needs_matplotlib
@@ -272,9 +305,63 @@ def test_a_report_that_fails_leaves_no_folder(
     assert run(capsys, str(narrow), output, *words)[0] == 2 and output.is_dir()
     given: list[argparse.Namespace] = []
     monkeypatch.setattr(evaluate, "run_perplexity", given.append)
-    monkeypatch.setattr(page, "render", lambda *args: [])
+    monkeypatch.setattr(page, "render", lambda *args, **options: [])
     assert run(capsys, str(narrow), output, *short(text)[:-4])[0] == 0
     assert given[0].preset is None and "int4-g32" in given[0].default_presets
+
+
+@needs_matplotlib
+def test_what_there_is_no_time_for_is_left_out_and_measured_later(
+    folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The checks and two windows are always measured, so that there are error bars."""
+    output = tmp_path / "out"
+    words = [word for word in short(text) if word not in ("--full", "--skip", "tasks")]
+    words[words.index("--tokens") + 1] = "180"
+    code, _, error = run(capsys, folder, output, *words, "--minutes", "0.0001")
+    assert code == 0, error
+    found = json.loads((output / page.FILES[page.PLAIN]).read_text(encoding="utf-8"))["parts"]
+    assert len([name for name in found if name.startswith("chunked ")]) == 2
+    assert "layers" not in found and "keys" not in found
+    assert found["left_out"]["what"][0] == "chunked, window 3 of 4" and found["left_out"]["what"][-1] == "layer 1 alone"
+    shown = (output / page.PAGE).read_text(encoding="utf-8")
+    assert "2 of 4 windows." in shown and "Left out for lack of time: window 3 of 4, window 4 of 4, …" in shown
+    assert " ± " in shown.partition("| `int4` |")[2].partition("|")[2]
+    assert run(capsys, folder, output, *words)[0] == 0
+    found = json.loads((output / page.FILES[page.PLAIN]).read_text(encoding="utf-8"))["parts"]
+    assert found["left_out"]["what"] == [] and list(found["layers"]) == ["0", "1"]
+    shown = (output / page.PAGE).read_text(encoding="utf-8")
+    assert "4 of 4 windows." in shown and "Left out" not in shown
+
+
+def test_data_needs_all(folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, error = run(capsys, folder, tmp_path / "out", "--text", text, "--data", str(tmp_path))
+    assert code == 2 and "`--data` must come with --full, got it without. Add --full, or leave it out." in error
+
+
+@pytest.mark.parametrize(
+    ("kld", "error", "said"),
+    [
+        (0.01, 0.001, "good"),
+        (0.049, 0.01, "good, or just not"),
+        (0.1, None, "tolerable"),
+        (0.14, 0.01, "tolerable, or just not"),
+        (0.16, 0.01, "too much, or just not"),
+        (0.3, 0.01, "too much"),
+    ],
+)
+def test_presets_are_judged_by_the_limits_of_the_pre_flight(kld: float, error: float | None, said: str) -> None:
+    assert page.judged({"kld": kld, "kld_standard_error": error}) == said
+
+
+def test_the_verdict_names_the_smallest_preset_below_each_limit() -> None:
+    record = records()[page.PLAIN]
+    rows = record["parts"]["summary"]["modes"]["chunked"]
+    rows["int4"]["kld"] = 0.1
+    assert page.verdict(record, 1000).startswith("`int8` is the smallest preset that stays below 0.05 nats per token (")
+    assert " `int4` is the smallest preset that stays below 0.15 nats per token (" in page.verdict(record, 1000)
+    rows["int4"]["kld"] = rows["int8"]["kld"] = 0.15
+    assert page.verdict(record, 1000).startswith("No preset stays below 0.15 nats per token for certain.")
 
 
 def test_averages() -> None:
@@ -302,7 +389,7 @@ def test_missing_packages(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(importlib.util, "find_spec", lambda name, package=package: None if name == package else True)
-            code, _, error = run(capsys, folder, tmp_path / "out", "--text", text)
+            code, _, error = run(capsys, folder, tmp_path / "out", "--text", text, "--full")
         assert code == 2 and message + "'hf-kvquant[eval]'" in error and not (tmp_path / "out").exists()
 
 
@@ -311,6 +398,8 @@ def test_missing_packages(
     "words, message",
     [
         (["--batch-size", "0"], "eval report: `--batch-size` must be at least 1, got 0."),
+        (["--context", "0"], "eval report: `--context` must be at least 1, got 0."),
+        (["--minutes", "0"], "eval report: `--minutes` must be above 0, got 0."),
         (["--limit", "0"], "eval report: `--limit` must be at least 1, got 0."),
         (["--preset", "int9"], "eval report: `--preset` must be one of none, int8, "),
         (["--text", "nowhere.txt"], "`--text` must be a text file, got nowhere.txt: No such file or directory."),
@@ -320,7 +409,7 @@ def test_missing_packages(
         ),
         (["--output", __file__], "test_eval_report.py: a file. Name another."),
         (["--output", "/proc/out"], "must be a folder or a new one in a folder that is there, got /proc/out: no such"),
-        (["--render"], "must hold a finished perplexity.json or perplexity_outliers.json, got "),
+        (["--render"], "must hold a perplexity.json or perplexity_outliers.json with results, got "),
     ],
 )
 def test_argument_errors(

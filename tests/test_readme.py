@@ -426,6 +426,27 @@ def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
     assert numbers["share"] == {"int8": [[1090.0, 0.964]] * 2, "int4": [[570.0, 0.925]] * 2}
 
 
+def test_picture_of_steps_has_numbers_at_its_axes(
+    renderer: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And no arm looks like another that may lie on it."""
+    figure = pytest.importorskip("matplotlib.figure")
+    seen: list[list[tuple[int, int]]] = []
+    save = figure.Figure.savefig
+
+    def spied(self: Any, *args: Any, **options: Any) -> None:
+        seen.append([(len(axes.get_xticks()), len(axes.get_yticks())) for axes in self.axes])
+        save(self, *args, **options)
+
+    monkeypatch.setattr(figure.Figure, "savefig", spied)
+    numbers = renderer.render_itl.plotted(renderer.load_all()["itl"])
+    renderer.render_itl.draw(numbers, tmp_path / "itl.svg")
+    assert len(seen[0]) == len(numbers["steps"]) and min(min(ticks) for ticks in seen[0]) >= 3
+    drawn = renderer.render_itl.DRAWN
+    assert len({(look["color"], look["marker"], look.get("linestyle")) for look in drawn.values()}) == len(drawn)
+    assert drawn["int4"]["markerfacecolor"] == "none" and list(drawn)[-1] == "int4"
+
+
 def test_generate_picture_shows_the_results(renderer: ModuleType) -> None:
     found = renderer.pictures.plotted_generate(generate_results())
     ours = {"int4-static": 7.0, "int4-capture": 5.0}

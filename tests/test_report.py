@@ -346,3 +346,26 @@ def test_the_extra_is_that_of_the_package() -> None:
     text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     [line] = re.findall(r"^eval = \[(.*)\]$", text, flags=re.MULTILINE)
     assert [re.split("[=>]", name)[0] for name in re.findall(r'"([^"]+)"', line)] == list(environment.EVALUATION)
+
+
+# --- in a notebook ----------------------------------------------------------------------------------------------------
+
+
+def test_results_are_tables_in_a_notebook_and_one_line_elsewhere() -> None:
+    """Without a tensor in either."""
+    model = models.build("llama", hidden_size=128, max_position_embeddings=128)
+    texts, tokenizer = [60 * models.SENTENCE], models.tokenizer(model_max_length=128)
+    found = [
+        hf_kvquant.smooth_attention(model, tokenizer, texts, "int4", window=64),
+        hf_kvquant.run_preflight(model, "int4", tokenizer=tokenizer, texts=texts),
+        hf_kvquant.report(hf_kvquant.patch(model, "int4")),
+    ]
+    lines = [repr(each) for each in found]
+    for line, page in zip(lines, (each._repr_html_() for each in found), strict=True):
+        assert "\n" not in line and len(line) < 150 and "tensor" not in line.lower()
+        assert "tensor(" not in page and page.count("<tr>") >= 2 and page.count("<td>") % (page.count("<tr>") - 1) == 0
+    smoothing, preflight, report = lines
+    assert smoothing.startswith("<SmoothingResult: ") and " of 2 layers with factors, " in smoothing
+    assert preflight.startswith("<Preflight: 'int4', ") and " nats per token, " in preflight
+    assert report.startswith("<Report: LlamaForCausalLM, growing cache, ") and "2 quantised layers" in report
+    assert "tensor" not in repr(found[0].layers[0])  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def command(folder: str) -> Iterator[tuple[Program, str]]:
         *words, ready = program.says("/v1\n").splitlines()
         assert words == [
             f"Loading {folder} …",
-            f"Serving {folder} with int4 on cpu: 4,096 tokens of cache, up to 4,096 for each request.",
+            f"Serving {folder} with int8 on cpu: 4,096 tokens of cache, up to 4,096 for each request.",
         ]
         yield program, ready.removeprefix("Ready on ")
 
@@ -146,7 +146,7 @@ def test_the_page_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
         (["--cb-block-size", "0"], "`--cb-page-size` must be at least 1, got 0."),
         (["--cb-num-blocks", "0"], "`--cb-num-blocks` must be at least 1, got 0."),
         (["--cb-max-memory-percent", "90"], "`--cb-max-memory-percent` must be above 0 and at most 1, got 90.0."),
-        (["--cb-use-cuda-graph"], "`--preset int4` does not serve "),
+        (["--cb-use-cuda-graph"], "`--preset int8` does not serve "),
         (["--max-waiting", "0"], "`--max-waiting` must be at least 1, got 0."),
         (["--shutdown-timeout", "-1"], "`--shutdown-timeout` must be at least 0 seconds, got -1.0."),
         (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),

@@ -4,3 +4,4 @@ from typing import Literal
 
 Mode = Literal["fold", "online", "auto"]  # see `smooth_attention`
 FILE_NAME = "kvquant_smoothing.safetensors"  # the name that `hf-kvquant calibrate` gives the file of factors
+CALIBRATED_PRESET = "int4"  # what a calibration is for if no preset is named

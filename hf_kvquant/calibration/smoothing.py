@@ -27,6 +27,7 @@ from ..models.hashes import hash_of
 from ..models.text_config import check_is_model
 from ..state import ModelTransforms, keep, keep_folded, state_of
 from ..transforms.of_model import set_centers, set_smoothing, transforms_of
+from .choices import CALIBRATED_PRESET
 from .folding import Folding
 from .layout import LayerLayout, find_layouts
 from .search import CANDIDATES, WHERE, Candidate, Search, checked_candidates
@@ -50,7 +51,7 @@ def smooth_attention(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: Iterable[str],
-    preset_or_config: str | KVQuantConfig | Mapping[str, Any] = "int4",
+    preset_or_config: str | KVQuantConfig | Mapping[str, Any] = CALIBRATED_PRESET,
     *,
     mode: Mode = "auto",
     centers: bool = True,

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common.output import written
-from ..common.tables import plain, table_of
+from ..common.tables import html, plain, table_of
 from ..models.hashes import FileKind, content_hash
 from .choices import FILE_NAME as FILE_NAME
 from .text import ERROR_TOKENS
@@ -48,10 +48,10 @@ class LayerSmoothing:
     placement: Placement
     choice: str  # the chosen candidate: an alpha, `"energy"`, or `"0.0"` for no factors
     # `[num_kv_heads, head_dim]` float32, powers of two. Keys are divided by it, queries multiplied.
-    factor: Tensor
+    factor: Tensor = dataclasses.field(repr=False)
     # `[num_kv_heads, head_dim]` float32, in units of keys without factors. It is subtracted from keys before the
     # factors apply. `None` if no centre was calibrated, or if no centre is better.
-    center: Tensor | None
+    center: Tensor | None = dataclasses.field(repr=False)
     # Per candidate, the relative error of the layer's attention output with only keys quantised.
     errors: Mapping[str, float]
     error_before: float  # before calibration
@@ -90,7 +90,7 @@ def numbered(indices: Sequence[int]) -> str:
     return f"layer{'s' * (len(indices) > 1)} {', '.join(spelled)}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class SmoothingResult:
     """The result of `smooth_attention`.
 
@@ -139,6 +139,15 @@ class SmoothingResult:
     def report(self) -> str:
         """A readable table: per layer the factors, the centre, and the error before and after, with an explanation."""
         return "\n".join([*plain(self.table()), *self.notes()])
+
+    def __repr__(self) -> str:
+        """One line, without tensors."""
+        found = f"{self.num_smoothed} of {len(self.layers)} layers with factors, {len(self.centers())} with centers"
+        return f"<SmoothingResult: {found}, {self.num_tokens:,} tokens>"
+
+    def _repr_html_(self) -> str:
+        """The table of `report`, for a notebook."""
+        return html("Calibration of keys", self.table(), self.notes())
 
     def notes(self) -> list[str]:
         """The notes below the table of layers, one per line."""

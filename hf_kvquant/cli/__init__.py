@@ -1,7 +1,8 @@
 """The command `hf-kvquant`: `parsers/` has the options of each sub-command, and the file of its name here runs it.
 
 What parses and checks options imports neither torch nor transformers, so that `--help` and the line about a mistake do
-not wait for them. `arguments.py` has options and checks that commands share, `loading.py` what needs a model.
+not wait for them. `arguments.py` has options and checks that commands share, `loading.py` what needs a model,
+`threads.py` how many threads compute.
 
 A mistake in the arguments ends with one line on stderr and exit code 2; a refused preset, or a measurement that fails
 its own checks, with exit code 1; an interruption with 130. A bug ends with a traceback.
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from ..common import interrupts
 from ..common.version import __version__
 from ..evaluation.errors import Interrupted, Refused, UsageError, named
-from . import messages
-from .arguments import Parser
+from . import messages, threads
+from .arguments import Parser, check_counts
 from .parsers import COMMANDS
 
 
@@ -30,7 +31,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command that `args.load` imports, and print in a line why it ended early. Returns the exit code."""
     try:
         with named(args.command), messages.held():
+            check_counts(args, "threads")
+            threads.shorten_waits()
             work = args.load(args)
+            threads.set_number(args.threads)
             with interrupts.raised():
                 work(args)
     except BaseException as error:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..calibration.choices import CALIBRATED_PRESET
 from ..common.errors import did_you_mean
 from ..common.output import why_unwritable
 from ..config import PRESETS, WINDOWS, KVQuantConfig
 from ..evaluation.choices import (
     BIAS_NORM,
-    CALIBRATED_PRESET,
     FIELD,
     OUTLIER_FACTOR,
     OUTLIER_PAIRS,
@@ -71,7 +71,8 @@ def add_command(
     description: str | None = None,
     has_model: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a command to the sub-parsers of argparse. What it parses holds `load`, `command` and perhaps `model`.
+    """Add a command to the sub-parsers of argparse. What it parses holds `load`, `command`, `threads` and perhaps
+    `model`.
 
     `load` imports what runs the command, after those checks of its options that need no torch.
     """
@@ -79,6 +80,8 @@ def add_command(
     parser.set_defaults(load=load, command=parser.prog.partition(" ")[2])
     if has_model:
         parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    count = "threads that compute on a CPU (default: OMP_NUM_THREADS, or the cores that the process may use)"
+    parser.add_argument("--threads", type=int, metavar="N", help=count)
     return parser
 
 

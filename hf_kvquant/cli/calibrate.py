@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from safetensors import SafetensorError
 
-from ..calibration.choices import FILE_NAME
+from ..calibration.choices import CALIBRATED_PRESET, FILE_NAME
 from ..calibration.smoothing import smooth_attention
 from ..calibration.value_rotation import rotate_values
 from ..common.progress import without_bars
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
     if args.check:
         check(args, args.preset)
     else:
-        calibrate(args, args.preset or "int4")
+        calibrate(args, args.preset or CALIBRATED_PRESET)
 
 
 def calibrate(args: argparse.Namespace, preset: str) -> None:

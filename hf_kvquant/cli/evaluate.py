@@ -1,8 +1,9 @@
 """`hf-kvquant eval`: the checks before a model is loaded, what is measured, and what is printed.
 
-`report` runs `perplexity` on the model as it is and with injected outliers, then `tasks`, each as its own command
-would, with a record in the output folder that a second run resumes. If no outliers can be injected into the model's
-keys, that part is left out. The page is made from the records alone, without a model; `--render` does only that.
+`report` runs `perplexity` on the model as it is; if all is asked for, also with injected outliers, and `tasks`: each as
+its own command would, with a record in the output folder that a second run resumes. If no outliers can be injected into
+the model's keys, that part is left out. The page is made from the records alone, without a model, for the first time
+after the first window; `--render` does only that.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..common.errors import did_you_mean
 from ..config import WINDOWS
-from ..evaluation.choices import TESTS
+from ..evaluation import preparation
+from ..evaluation.choices import MINUTES, SHORT_TOKENS, SHORT_WINDOW, TESTS
 from ..evaluation.errors import UsageError, named
 from ..evaluation.long_context import measure as long_context
 from ..evaluation.perplexity import measure as perplexity
@@ -33,10 +36,13 @@ from ..evaluation.report import page
 from ..evaluation.tasks import data
 from ..evaluation.tasks import measure as tasks
 from ..evaluation.tasks import results as task_results
+from ..models.probing import has_bfloat16_matmul
 from . import arguments, loading
 
 # Of the report. A power of two changes no bit of what the model computes, in any dtype.
 OUTLIER_FACTOR = 8.0
+# Seconds from one page to the next while windows are measured. A page takes some two seconds.
+PAGE_SECONDS = 20.0
 
 
 def title_of(args: argparse.Namespace, model: PreTrainedModel) -> str:
@@ -59,7 +65,7 @@ def measured(args: argparse.Namespace) -> RunRecord:
     options = arguments.given(
         args, "output", "mode", "chunk", "window", "stride", "tokens", "prompt", "controls", "details"
     )
-    return perplexity.measure(loading.load_subject(args, configs), source, text, **options)
+    return perplexity.measure(loading.load_subject(args, configs), source, text, **options, **args.limits)
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -136,8 +142,9 @@ def run_report(args: argparse.Namespace, defaults_of: Callable[[str, str], dict[
     arguments.check_installed("matplotlib", "pictures")
     expected = "a folder or a new one in a folder that is there"
     folder = arguments.checked_output(args.output, expected=expected, is_folder=True)
+    kinds: list[str] = []
     if not args.render:
-        kinds = [kind for kind in page.FILES if kind not in args.skip]
+        kinds = [kind for kind in page.FILES if kind not in args.skip] if args.full else [page.PLAIN]
         # Mistakes that would otherwise stop the run hours later.
         arguments.checked_configs(args)
         arguments.check_counts(args, "window", "stride", "tokens", "limit", "batch_size")
@@ -158,9 +165,25 @@ def run_report(args: argparse.Namespace, defaults_of: Callable[[str, str], dict[
             if is_new:
                 with contextlib.suppress(OSError):  # not empty: keep it
                     folder.rmdir()
-    drawn = page.render(args.model, folder)
+    drawn = page.render(args.model, folder, context=args.context, asked=kinds)
     shown = f"{folder / page.HTML}\n{folder / page.PAGE}, with {', '.join(drawn)}"
     Console(highlight=False).print(shown, soft_wrap=True)
+
+
+def reported_dtype(args: argparse.Namespace) -> str:
+    """The dtype of a report: unless the user names one, float32 where bfloat16 takes several times as long."""
+    is_slow = loading.checked_device(args.device).type == "cpu" and not has_bfloat16_matmul()
+    if args.dtype != "auto" or not is_slow:
+        return str(args.dtype)
+    with named("eval report"), preparation.loading(args.model, torch.device("cpu")):
+        config = AutoConfig.from_pretrained(preparation.source_of(args.model))
+    if config.dtype != torch.bfloat16 or getattr(config, "quantization_config", None) is not None:
+        return str(args.dtype)
+    told = (
+        "eval report: the model is measured in float32, since bfloat16 is slow on this CPU. --dtype bfloat16 keeps it."
+    )
+    Console(highlight=False, stderr=True).print(told, soft_wrap=True)
+    return "float32"
 
 
 def measure_report(
@@ -168,12 +191,23 @@ def measure_report(
 ) -> None:
     """Run each evaluation as its own command would, into its record."""
     console = Console(highlight=False, stderr=True)
-    started = time.monotonic()
+    started = drawn = time.monotonic()
+    args.dtype = reported_dtype(args)
+
+    def draw() -> None:
+        nonlocal drawn
+        if not (folder / page.PAGE).exists() or time.monotonic() - drawn > PAGE_SECONDS:
+            page.render(args.model, folder, context=args.context, asked=kinds)
+            drawn = time.monotonic()
+
+    minutes = args.minutes or (None if args.full else MINUTES)
+    limits: dict[str, Any] = {"until": None if minutes is None else started + 60 * minutes, "on_summary": draw}
+    limits |= {} if args.full else {"usual": (SHORT_WINDOW, SHORT_TOKENS)}
     for number, kind in enumerate(kinds, 1):
         file = page.FILES[kind]
         console.print(f"{number} of {len(kinds)}: {file} ({time.monotonic() - started:.0f} s so far)")
         name, run = "perplexity", run_perplexity
-        more: dict[str, Any] = {"details": True}
+        more: dict[str, Any] = {"details": True, "limits": limits}
         if kind == page.OUTLIERS:
             more["inject_outliers"] = OUTLIER_FACTOR
         elif kind == page.TASKS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from rich.console import Console
@@ -57,6 +58,15 @@ def plain(table: Table) -> list[str]:
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def html(title: str, table: Table, notes: Iterable[str]) -> str:
+    """A table for a notebook, with a title above and notes below it."""
+    headings = "".join(f"<th>{escape(str(column.header))}</th>" for column in table.columns)
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    below = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f"<p><b>{escape(title)}</b></p><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table>{below}"
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int = 1) -> str:

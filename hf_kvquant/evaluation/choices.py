@@ -13,7 +13,6 @@ UNQUANTIZED = "none"
 OUTLIER_PAIRS = 3  # RoPE pairs per head whose channels are made larger
 OUTLIER_FACTOR = 10.0  # about that of large models
 BIAS_NORM = 100.0
-CALIBRATED_PRESET = "int4"
 
 # --- perplexity -------------------------------------------------------------------------------------------------------
 
@@ -32,6 +31,11 @@ MIN_ACCURACY = 0.9
 # --- report -----------------------------------------------------------------------------------------------------------
 
 PLAIN, OUTLIERS, TASKS = "plain", "outliers", "tasks"
+# What a report measures unless it is asked for all: few presets, short windows and no more minutes than these.
+REPORTED_PRESETS = ("int8", "k8v4", "int4-channel", "int4")
+MINUTES = 5.0
+SHORT_WINDOW, SHORT_TOKENS = 512, 4096
+CONTEXT = 32768  # tokens for which it tells the memory
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
 

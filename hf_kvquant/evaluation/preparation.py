@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..calibration.choices import CALIBRATED_PRESET
 from ..calibration.smoothing import load_smoothing, smooth_attention
 from ..calibration.smoothing_file import FILE_NAME
 from ..common.progress import without_bars
 from ..config import KVQuantConfig
 from ..models.hashes import weights_hash
-from .choices import CALIBRATED_PRESET, OUTLIER_PAIRS
+from .choices import OUTLIER_PAIRS
 from .errors import UsageError, is_out_of_memory
 from .injection import inject_key_bias, inject_key_outliers
 from .provenance import model_name, sha256

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from ..common.tables import plain, table_of
+from ..common.tables import html, plain, table_of
 from ..config import PRESETS, KVQuantConfig, LayerFormats
 from ..presets import preset_formats
 from ..state import notes_on, state_of
@@ -73,7 +73,7 @@ class LayerCheck:
         return "; ".join(remarks)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Preflight:
     """The result of `run_preflight`.
 
@@ -187,6 +187,17 @@ class Preflight:
         """A readable table."""
         left_out = [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
         return "\n".join([*plain(self.table()), *left_out, *self.notes()])
+
+    def __repr__(self) -> str:
+        """One line: the config, its cost, and whether it is refused."""
+        cost = "not measured" if self.kld is None else f"{self.kld:.2e} nats per token"
+        verdict = "safe" if self.is_safe else f"{len(self.problems)} problems"
+        return f"<Preflight: {self.spelled()}, {cost}, {verdict}>"
+
+    def _repr_html_(self) -> str:
+        """The table of `report`, for a notebook."""
+        left_out = [f"{index} left out: {reason}" for index, reason in self.left_out.items()]
+        return html(f"Pre-flight: {self.spelled()}", self.table(), [*left_out, *self.notes()])
 
     def described_cost(self) -> str:
         """What all layers together cost, in a sentence."""

@@ -248,7 +248,7 @@ class KVFormat:
         return torch.uint8 if name == "codes" else torch.float16
 
     def tail_begin(self, length: Count, residual_length: int = 0) -> Count:
-        """Position of the first of the newest tokens that are in the tail. Same as `tail_begin` in csrc/format.h.
+        """Position of the first of the newest tokens that are in the tail.
 
         Args:
             length: Tokens held.

@@ -1,6 +1,6 @@
-"""Writes new tokens into the planes, each exactly once, alone or along with the attention that needs them.
+"""Writes new tokens into a layer's planes, each exactly once, alone or along with the attention that needs them.
 
-Nothing else calls `append`.
+Pages of continuous batching, which many requests share, are written by `batching/attention.py` instead.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, get_args
 
-from ...calibration.choices import FILE_NAME, Mode
+from ...calibration.choices import CALIBRATED_PRESET, FILE_NAME, Mode
 from ...config import PRESETS
 from ...evaluation.errors import UsageError
 from ..arguments import Run, add_command, add_placement, checked_preset, option
@@ -36,7 +36,8 @@ def add_parser(commands: Any) -> None:
     add(
         "--preset",
         metavar="NAME",
-        help=f"one of {', '.join(PRESETS)} (default: int4; with --check, the smallest that each layer tolerates)",
+        help=f"one of {', '.join(PRESETS)} (default: {CALIBRATED_PRESET}; with --check, the smallest that each layer "
+        "tolerates)",
     )
     add("--check", action="store_true", help="only check; without --text-file, on text that the model writes")
     add(

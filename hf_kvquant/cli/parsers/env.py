@@ -1,4 +1,4 @@
-"""The command `hf-kvquant env`, which has no options."""
+"""The command `hf-kvquant env`, which has only the options of every command."""
 
 from __future__ import annotations
 

@@ -7,7 +7,22 @@ import functools
 from typing import Any
 
 from ...config import PRESETS
-from ...evaluation.choices import FEEDING_MODES, MIN_ACCURACY, OUTLIERS, TASKS, TESTS, TOKENS, UNQUANTIZED, WINDOW
+from ...evaluation.choices import (
+    CONTEXT,
+    FEEDING_MODES,
+    MIN_ACCURACY,
+    MINUTES,
+    OUTLIERS,
+    REPORTED_PRESETS,
+    SHORT_TOKENS,
+    SHORT_WINDOW,
+    TASKS,
+    TESTS,
+    TOKENS,
+    UNQUANTIZED,
+    WINDOW,
+)
+from ...evaluation.errors import UsageError
 from ...evaluation.tasks import data
 from .. import arguments
 from .evaluate_recipes import add_recipes
@@ -45,14 +60,15 @@ def add_perplexity(evaluations: Any) -> None:
     )
     arguments.add_source(parser)
     add_perplexity_options(parser)
+    parser.set_defaults(limits={})  # a report sets limits
 
 
-def add_amount(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how much of the text is measured."""
+def add_amount(parser: argparse.ArgumentParser, usual: tuple[int, int] = (WINDOW, TOKENS)) -> None:
+    """Add the options that say how much of the text is measured, by default windows and tokens as `usual`."""
     add = parser.add_argument
-    add("--window", type=int, metavar="N", help=f"tokens of a window (default: {WINDOW}, or the model's context)")
+    add("--window", type=int, metavar="N", help=f"tokens of a window (default: {usual[0]}, or the model's context)")
     add("--stride", type=int, metavar="N", help="tokens from one window to the next (default: the window)")
-    add("--tokens", type=int, metavar="N", help=f"score at least N tokens (default: {TOKENS} or all)")
+    add("--tokens", type=int, metavar="N", help=f"score at least N tokens (default: {usual[1]} or all)")
 
 
 def add_perplexity_options(parser: argparse.ArgumentParser) -> None:
@@ -179,18 +195,25 @@ def add_report(evaluations: Any) -> None:
         "report",
         load_report,
         help="the whole suite, as one page with pictures",
-        description="Measure divergence and perplexity of all presets, on the model as it is and with injected "
-        "outliers, by position in the text and by layer, then zero-shot tasks. Writes a folder with a page in HTML and "
-        "in Markdown, pictures and the records. Run the same command again to resume.",
+        description=f"Measure divergence and perplexity of a few presets on short windows, in {MINUTES:g} minutes. "
+        "The page is there after the first window. --full measures all presets on windows of "
+        f"{WINDOW} tokens, also with injected outliers, and zero-shot tasks, which takes hours on a CPU. Writes a "
+        "folder with a page in HTML and in Markdown, pictures and the records. Run the same command again to resume.",
     )
     add = parser.add_argument
     add("--output", required=True, metavar="DIR", help="folder for the page, its pictures and the records")
     add("--render", action="store_true", help="only make page and pictures from the records in DIR; measure nothing")
-    add("--skip", action="append", choices=(OUTLIERS, TASKS), default=[], help="leave out an evaluation; repeatable")
-    arguments.add_presets(parser, PRESETS)
+    add("--full", action="store_true", help="measure everything: all presets, long windows, outliers and tasks")
+    limit = f"leave out what would take longer (default: {MINUTES:g}; with --full, no limit)"
+    add("--minutes", type=float, metavar="N", help=limit)
+    skipped = "with --full, leave out an evaluation; repeatable"
+    add("--skip", action="append", choices=(OUTLIERS, TASKS), default=[], help=skipped)
+    context = f"tell the memory of a text of N tokens (default: {CONTEXT})"
+    add("--context", type=int, default=CONTEXT, metavar="N", help=context)
+    arguments.add_presets(parser, REPORTED_PRESETS, "; with --full, all")
     arguments.add_source(parser)
-    add_amount(parser)
-    add("--data", metavar="DIR", help="folder with JSON lines of the tasks (default: lm-eval downloads its own)")
+    add_amount(parser, (SHORT_WINDOW, SHORT_TOKENS))
+    add("--data", metavar="DIR", help="with --full, JSON lines of the tasks (default: lm-eval downloads its own)")
     add("--limit", type=int, default=LIMIT, metavar="N", help=f"the first N items of each task (default: {LIMIT})")
     add("--batch-size", type=int, default=8, metavar="N", help="texts per forward of the tasks (default: 8)")
     arguments.add_placement(parser)
@@ -198,6 +221,13 @@ def add_report(evaluations: Any) -> None:
 
 def load_report(args: argparse.Namespace) -> arguments.Run:
     """Import what runs `report`."""
+    if args.full and not args.preset:
+        args.default_presets = tuple(PRESETS)
+    if args.data is not None and not args.full:
+        raise UsageError("`--data` must come with --full, got it without. Add --full, or leave it out.")
+    if args.minutes is not None and not args.minutes > 0:
+        raise UsageError(f"`--minutes` must be above 0, got {args.minutes:g}.")
+    arguments.check_counts(args, "context")
     arguments.checked_configs(args)
     from ..evaluate import run_report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ...config import DEFAULT_PRESET
 from .. import arguments
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -21,7 +22,8 @@ def add_parser(commands: Any) -> None:
         "over pages of codes. GET /metrics is for Prometheus, GET /health for a supervisor.",
     )
     add = parser.add_argument
-    add("--preset", default="int4", metavar="NAME", help="of the cache; see hf-kvquant generate (default: int4)")
+    preset = f"preset of the cache, as in hf-kvquant generate (default: {DEFAULT_PRESET})"
+    add("--preset", default=DEFAULT_PRESET, metavar="NAME", help=preset)
     add("--host", default="localhost", help="address to listen on (default: localhost)")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on, 0 for any (default: 8000)")
     arguments.add_placement(parser)

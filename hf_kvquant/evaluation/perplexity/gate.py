@@ -102,7 +102,7 @@ class Gate:
     def check_modes(
         self, chunk: int, *, can_simulate: bool = True, tell: Callable[..., Any] = lambda **doing: None
     ) -> dict[str, Any]:
-        """Compare the modes for every preset, and tell which is next (`Tell`).
+        """Compare the modes for every preset, and tell which is next, and each forward (`Tell`).
 
         All modes get the keys and values of decoding (`share`). The distance between two modes is their mean KL
         divergence; in 16 bits, the difference of their mean KL divergences from the unquantised cache.
@@ -116,7 +116,7 @@ class Gate:
         found: dict[str, Any] = {}
         for name, config in self.configs.items():
             tell(doing=f"the check of modes, {name}")
-            decode, pairs = self._modes(name, config, chunk, can_simulate)
+            decode, pairs = self._modes(name, config, chunk, can_simulate, lambda stream: tell())
             kld = mean(divergence(reference, decode))
             is_exact = name == UNQUANTIZED
             if self.model.dtype == torch.float32:
@@ -142,7 +142,7 @@ class Gate:
         return found
 
     def _modes(
-        self, name: str, config: KVQuantConfig, chunk: int, can_simulate: bool
+        self, name: str, config: KVQuantConfig, chunk: int, can_simulate: bool, on_chunk: Callable[[Stream], Any]
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Log-probabilities token by token, and pairs of modes that must have the same ones.
 
@@ -150,7 +150,7 @@ class Gate:
         with decoding only where both define the same function. They do not with `int4-channel` (a block of tokens can
         fill within a chunk) or with `residual_length` (the dense tokens are counted from the end of the chunk).
         """
-        run = functools.partial(self.log_probs, name, config, written=[])
+        run = functools.partial(self.log_probs, name, config, written=[], on_chunk=on_chunk)
         decode, chunked = run(1), run(chunk)
         knows_chunks = config.key.block_size is not None or config.residual_length > 0
         pairs = {}

@@ -27,8 +27,9 @@ from ...models.probing import arbitrary_ids, forward
 from ...patching import patched
 from ...preflight.divergence import alone
 from ..choices import FEEDING_MODES as MODES
+from ..choices import TOKENS, WINDOW
 from ..errors import UsageError
-from ..measuring.fidelity import UNQUANTIZED, compare
+from ..measuring.fidelity import UNQUANTIZED, Chunks, Stream, compare, route
 from ..measuring.pairs import check_pairs
 from ..measuring.simulation import why_not_simulated
 from ..preparation import Subject, source_of
@@ -48,9 +49,36 @@ LAYER_TOKENS = 1024
 # divergence, but none is computed here: only the keys of this text are shown.
 CALIBRATED_FOR = "int4"
 CALIBRATION_TOKENS = 4096
+KEY_PASSES = 3  # over these tokens, of the model or of what takes as long
 
-# What is done next, in words, and the function that does it and tells its progress.
-Step = tuple[str, Callable[[Tell], None]]
+# Windows without which there is no error bar, so no limit of time leaves them out.
+LEAST_WINDOWS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What is done next. It calls its `Tell` after every forward, without arguments."""
+
+    what: str  # in words
+    do: Callable[[Tell], None]
+    tokens: int  # fed through a cache, in chunks; single tokens count as many as they take longer
+    forwards: int = 1
+    # It is left out if there is no time for so many tokens: its own, and those of the steps that belong to it.
+    needs: int | None = None
+
+    def run(self, tell: Tell) -> None:
+        """Run the step, and tell its tokens evenly over its forwards."""
+        told = 0
+
+        def each(done: int = 0, /, doing: str | None = None) -> None:
+            nonlocal told
+            more = min(self.tokens // max(self.forwards, 1), self.tokens - told) if doing is None else 0
+            told += more
+            tell(more, doing)
+
+        tell(doing=self.what)
+        self.do(each)
+        tell(self.tokens - told)
 
 
 def measure(
@@ -67,16 +95,21 @@ def measure(
     prompt: int = FIRST_CHUNK,
     controls: bool = False,
     details: bool = False,
+    usual: tuple[int, int] = (WINDOW, TOKENS),
+    until: float | None = None,
+    on_summary: Callable[[], None] = lambda: None,
 ) -> RunRecord:
     """Measure a text, and keep the results in the file `output`, or in memory.
 
-    The keyword arguments are the options of `hf-kvquant eval perplexity` with these names. The record's part `summary`
-    has aggregates per mode and preset.
+    The keyword arguments are the options of `hf-kvquant eval perplexity` with these names, but for three. `usual` is
+    that of `cut`. What would not end before `until`, on the clock of `time.monotonic`, is left out, except the checks
+    and two windows; the part `left_out` says what, and how many minutes it would take. The record's part `summary` has
+    aggregates per mode and preset, of the windows measured so far. `on_summary` is called when it has changed.
     """
     started = time.monotonic()
     model, configs = subject.model, subject.configs
     ids = subject.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    segments = cut(ids.to(model.device), model, window=window, stride=stride, tokens=tokens, prompt=prompt)
+    segments = cut(ids.to(model.device), model, window=window, stride=stride, tokens=tokens, prompt=prompt, usual=usual)
     prepared = subject.prepare()  # before it runs, since transforms found earlier do not fit changed weights
     unsimulated = why_not_simulated(model)
     modes = modes_of(mode, unsimulated, subject.name)
@@ -101,22 +134,48 @@ def measure(
     try:
         sizes = sizes_of(model, configs, dtype)
         run = Run(record, subject, segments, chunk, can_simulate=unsimulated is None)
-        steps = [*run.checks(controls), *(step for mode in modes for step in run.segments_in(mode, sizes))]
-        if details:
-            steps += run.details(text)
-        more = ", or --chunk, or run fewer presets at once"
-        with measuring(record, WHERE, len(steps), lower="--window", value=segments.length, more=more) as tell:
-            for what, do in steps:
-                tell(doing=what)
-                do(tell)
-                tell(1)
-            tell(doing="the summary")
-            summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
+        windows = [step for mode in modes for step in run.segments_in(mode, sizes)]
+        steps = [*run.checks(controls), *windows, *(run.details(text) if details else ())]
+
+        def sum_up() -> None:
+            summary = {mode: rows for mode in modes if (rows := summarize(record, mode, sizes, settings))}
             seconds = round(time.monotonic() - started, 1)
             record.put("summary", {"modes": summary, "unsimulated": unsimulated, "seconds": seconds})
+            on_summary()
+
+        more = ", or --chunk, or run fewer presets at once"
+        total = sum(step.tokens for step in steps)
+        with measuring(record, WHERE, total, unit="token", lower="--window", value=segments.length, more=more) as tell:
+            left_out: list[Step] = []
+            begun = time.monotonic()
+            seconds_per_token, done = run.pace, 0
+            tell_estimate(total * seconds_per_token, until)
+            for step in steps:
+                if until is not None and step.needs is not None:
+                    if time.monotonic() + step.needs * seconds_per_token > until:
+                        left_out.append(step)
+                        continue
+                step.run(tell)
+                done += step.tokens
+                if done:
+                    seconds_per_token = (time.monotonic() - begun) / done
+                if step in windows:
+                    sum_up()
+            tell(doing="the summary")
+            minutes = sum(step.tokens for step in left_out) * seconds_per_token / 60
+            record.put("left_out", {"what": [step.what for step in left_out], "minutes": round(minutes, 1)})
+            sum_up()
     except NotImplementedError as error:
         raise UsageError(f"{subject.name} cannot be measured. {error}") from error
     return record
+
+
+def tell_estimate(seconds: float, until: float | None) -> None:
+    """Say on stderr how long the work takes, if it takes longer than half a minute."""
+    if seconds >= 30:
+        left = None if until is None else (until - time.monotonic()) / 60
+        limit = "" if left is None else f". What does not fit into {max(left, 0):.1f} is left out"
+        print(f"{WHERE}: about {seconds / 60:.1f} minutes{limit}.", file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +188,55 @@ class Run:
     chunk: int
     can_simulate: bool
 
+    @functools.cached_property
+    def _seconds(self) -> tuple[float, float]:
+        """Seconds that one cache takes for a token of a chunk, and for a single token: the least of two tries."""
+        model, ids, config = self.subject.model, self.segments.ids[:1], self.subject.configs[UNQUANTIZED]
+        with torch.inference_mode(), route(model, simulate=False):
+            return (self._timed(model, ids, config, self.chunk), self._timed(model, ids, config, 1))
+
+    @staticmethod
+    def _timed(model: PreTrainedModel, ids: Tensor, config: KVQuantConfig, chunk: int) -> float:
+        stream = Stream(model, ids[:, : FIRST_CHUNK + 2 * chunk], config, Chunks(FIRST_CHUNK, chunk), name=UNQUANTIZED)
+        next(stream)
+        times, started = [], time.perf_counter()
+        for piece in stream:
+            float(piece[0, 0, 0])  # waits for a GPU
+            times.append((time.perf_counter() - started) / piece.shape[1])
+            started = time.perf_counter()
+        return min(times)
+
+    @property
+    def pace(self) -> float:
+        """Seconds for a token of `Step.tokens`."""
+        return self._seconds[0]
+
+    @property
+    def _single(self) -> int:
+        """How many tokens of a chunk take as long as a single one."""
+        return max(1, round(self._seconds[1] / self._seconds[0]))
+
+    @property
+    def _streams(self) -> int:
+        """Caches that are fed: one of each config, and the unquantised one."""
+        return len(self.subject.configs) + 1
+
     def checks(self, controls: bool) -> Iterator[Step]:
         """The checks that come before any number, with the controls or without."""
         gate = Gate(self.subject.model, self.segments.ids, self.subject.configs)
-        check = functools.partial(gate.check_modes, self.chunk, can_simulate=self.can_simulate)
-        yield "the check of modes", lambda tell: self.record.fill("gate", lambda: check(tell=tell))
-        if controls:
-            yield "the controls", lambda tell: self.record.fill("controls", gate.run_controls)
+        tokens, presets = gate.ids.shape[1], len(self.subject.configs)
+        if self.record.get("gate") is None:
+            check = functools.partial(gate.check_modes, self.chunk, can_simulate=self.can_simulate)
+            forwards = presets * (tokens + -(-tokens // self.chunk))
+            yield Step(
+                "the check of modes",
+                lambda tell: self.record.put("gate", check(tell=tell)),
+                presets * tokens * (self._single + 2),
+                forwards,
+            )
+        if controls and self.record.get("controls") is None:
+            weight = presets * tokens * self._single
+            yield Step("the controls", lambda tell: self.record.put("controls", gate.run_controls()), weight)
 
     def segments_in(self, mode: str, sizes: Mapping[str, Mapping[str, Any]]) -> Iterator[Step]:
         """The segments to measure in one mode, as many in one step as memory allows."""
@@ -144,7 +245,15 @@ class Run:
         at_once = 1 if mode == "simulated" else segments_at_once(self.subject.model, self.segments.length, sizes)
         for indices in (missing[i : i + at_once] for i in range(0, len(missing), at_once)):
             which = f"window {indices[0] + 1}" + (f" to {indices[-1] + 1}" if len(indices) > 1 else "")
-            yield f"{mode}, {which} of {len(begins)}", functools.partial(self.measure_segments, mode, indices)
+            length, size = self.segments.length, 1 if mode == "decode" else self.chunk
+            tokens = len(indices) * length * self._streams * (self._single if mode == "decode" else 1)
+            yield Step(
+                f"{mode}, {which} of {len(begins)}",
+                functools.partial(self.measure_segments, mode, indices),
+                tokens,
+                1 if mode == "simulated" else -(-length // size),
+                needs=tokens if indices[0] >= LEAST_WINDOWS else None,
+            )
 
     def measure_segments(self, mode: str, indices: Sequence[int], tell: Tell) -> None:
         """Measure some segments in one forward per chunk."""
@@ -159,18 +268,22 @@ class Run:
 
     def details(self, text: str) -> Iterator[Step]:
         """The divergence of the first segment with one layer quantised at a time, and its keys."""
-        model = self.subject.model
-        for index, layer in enumerate(KVQuantCache(model.config, UNQUANTIZED).layers):
-            if isinstance(layer, KVQuantLayer):
-                yield f"layer {index} alone", functools.partial(self.measure_layer, index)
-        keys = functools.partial(key_magnitudes, model, self.subject.tokenizer, text, self.segments.ids[:1])
-        yield "keys", lambda tell: self.record.fill("keys", keys)
+        model, known = self.subject.model, self.record.get("layers") or {}
+        layers = KVQuantCache(model.config, UNQUANTIZED).layers
+        missing = [i for i, layer in enumerate(layers) if isinstance(layer, KVQuantLayer) and str(i) not in known]
+        length = min(self.segments.length, LAYER_TOKENS)
+        tokens, forwards = length * (self._streams - 1), 1 if self.can_simulate else -(-length // self.chunk)
+        if self.record.get("keys") is None:
+            keys = functools.partial(key_magnitudes, model, self.subject.tokenizer, text, self.segments.ids[:1])
+            fed = KEY_PASSES * CALIBRATION_TOKENS
+            yield Step("keys", lambda tell: self.record.put("keys", keys()), fed, needs=fed)
+        for place, index in enumerate(missing):
+            do = functools.partial(self.measure_layer, index)
+            yield Step(f"layer {index} alone", do, tokens, forwards, needs=tokens * (len(missing) - place))
 
     def measure_layer(self, index: int, tell: Tell) -> None:
         """Quantise one layer alone: simulated, or in chunks if the model cannot be simulated."""
         known = self.record.get("layers") or {}
-        if str(index) in known:
-            return
         configs = {
             name: alone(index, config.formats(index))
             for name, config in self.subject.configs.items()

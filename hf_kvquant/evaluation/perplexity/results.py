@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,35 +61,50 @@ def kld_of(part: Mapping[str, Any]) -> Tensor:
 def summarize(
     record: RunRecord, mode: str, sizes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Aggregates of one mode over all segments: per preset, its sizes, then its scores."""
-    parts = [record.get(f"{mode} {begin}") or {} for begin in settings["begins"]]
-    rows = {}
+    """Aggregates of one mode over the segments measured so far: per preset, its sizes, then its scores.
+
+    Empty if there is none. Standard errors are over segments, `None` if there is one.
+    """
+    parts = [part for begin in settings["begins"] if (part := record.get(f"{mode} {begin}")) is not None]
+    rows: dict[str, dict[str, Any]] = {}
+    if not parts:
+        return rows
     for name, size in sizes.items():
         measured = [part[name] for part in parts]
         klds = [kld_of(segment) for segment in measured]
         kld, by_segment = torch.cat(klds), torch.stack([each.mean() for each in klds])
         total = {key: sum(segment[key] for segment in measured) for key in measured[0] if key != "kld"}
+        changes = [(each["nll"] - each["reference_nll"]) / each["tokens"] for each in measured]
+        same = [each["agreeing"] / each["tokens"] for each in measured]
         nll, reference_nll = total["nll"] / total["tokens"], total["reference_nll"] / total["tokens"]
         rows[name] = {
             **size,
             "scored_tokens": len(kld),
             "kld": float(kld.mean()),
-            "kld_standard_error": float(by_segment.std() / len(measured) ** 0.5) if len(measured) > 1 else None,
+            "kld_standard_error": standard_error(by_segment.tolist()),
             "kld_median": float(kld.median()),
             "kld_p99": float(kld.quantile(0.99)),
             "kld_max": float(kld.max()),
             "by_position": by_position(klds, settings["window"]),
             "agreement": total["agreeing"] / len(kld),
+            "agreement_standard_error": standard_error(same),
             "rms_delta_p": (total["squared_delta_p"] / total["tokens"]) ** 0.5,
             "perplexity": _exp(nll),
             "perplexity_per_word": _exp(nll / settings["words_per_token"]),
             "perplexity_change": _exp(nll - reference_nll) - 1,
+            # Of a small change, that of its logarithm.
+            "perplexity_change_standard_error": standard_error(changes),
             "reference_perplexity": _exp(reference_nll),
             "pairs_read": total["pairs_read"],
             "pairs_expected": total["pairs_expected"],
             "pairs_dequantized": total.get("pairs_dequantized", 0),
         }
     return rows
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean of segments; `None` if there is one."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 def by_position(klds: Sequence[Tensor], length: int) -> dict[str, list[float]]:
@@ -137,9 +153,15 @@ def exact_tokens(settings: Mapping[str, Any]) -> str:
     return "an exact first token" if count == 1 else f"an exact prompt of {count:,} tokens, which are not scored"
 
 
-def is_finished(record: Record) -> bool:
-    """Whether all segments were measured."""
-    return "summary" in record["parts"]
+def is_measured(record: Record) -> bool:
+    """Whether some segments were measured, so that there is a summary of these."""
+    return bool(record["parts"].get("summary", {}).get("modes"))
+
+
+def windows_of(record: Record) -> tuple[int, int]:
+    """How many segments were measured in the mode of `rows_of`, and how many the text has."""
+    mode, begins = rows_of(record)[0], record["settings"]["begins"]
+    return sum(f"{mode} {begin}" in record["parts"] for begin in begins), len(begins)
 
 
 def passed(record: Record) -> str:

@@ -104,15 +104,16 @@ def cut(
     stride: int | None = None,
     tokens: int | None = None,
     prompt: int = FIRST_CHUNK,
+    usual: tuple[int, int] = (WINDOW, TOKENS),
 ) -> Segments:
     """Cut a tokenised text (`[tokens]` int64) into segments and choose those to measure, spread over the text.
 
     `window` is the length of a segment, which the model decides if it is left out; `stride` that from one to the next,
     otherwise the window. The first `prompt` tokens of each are fed at once, and not scored. At least `tokens` are
-    scored, otherwise `TOKENS` or all that there are.
+    scored. `usual` has what window and tokens are if left out: at most these, or what the model and the text have.
     """
     context = context_of(model)
-    length = window or positions_of(model, WINDOW)
+    length = window or positions_of(model, usual[0])
     stride = stride or length
     if prompt > FIRST_CHUNK and stride != length:
         raise UsageError(
@@ -132,7 +133,7 @@ def cut(
         raise UsageError(f"the text must fill a window of {length} tokens, got {len(ids)}. Use {remedy}a longer text.")
     begins = list(range(0, len(ids) - length + 1, stride))
     scored = min(stride, length - 1 - prompt)
-    wanted = -(-(tokens or TOKENS) // scored)
+    wanted = -(-(tokens or usual[1]) // scored)
     if tokens is not None and wanted > len(begins):
         raise UsageError(
             f"`--tokens` must be at most {len(begins) * scored} for this text, got {tokens}. Use fewer, or a longer "

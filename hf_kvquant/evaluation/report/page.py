@@ -10,9 +10,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import re
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from markdown_it import MarkdownIt
 
 from ...common.output import written
 from ...common.tables import markdown_table, or_dash, scientific
+from ...preflight.check import GOAL, LIMIT
+from ..choices import CONTEXT
 from ..choices import OUTLIERS as OUTLIERS
 from ..choices import PLAIN as PLAIN
 from ..choices import TASKS as TASKS
 from ..errors import UsageError
 from ..measuring.fidelity import UNQUANTIZED
-from ..perplexity.results import is_finished, passed, rows_of
+from ..perplexity.results import is_measured, passed, rows_of, windows_of
 from ..provenance import model_name
 from ..records import Record, read_record
 from ..tasks.data import AVERAGED
@@ -43,8 +46,8 @@ Numbers = dict[str, Any]
 
 
 def of_texts(records: Mapping[str, Record]) -> dict[str, Record]:
-    """The finished records of `eval perplexity`, by title."""
-    return {TITLES[kind]: records[kind] for kind in TITLES if kind in records and is_finished(records[kind])}
+    """The records of `eval perplexity` that have measured something, by title."""
+    return {TITLES[kind]: records[kind] for kind in TITLES if kind in records and is_measured(records[kind])}
 
 
 def spelled_average(average: Average | None) -> str:
@@ -58,19 +61,110 @@ def spelled_average(average: Average | None) -> str:
     return f"{value} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
-def quality_table(record: Record, averages: Mapping[str, Average]) -> str:
-    """The table of `eval perplexity`, one row per preset."""
-    headings = ["preset", "bits per value", "KL, nats per token", "median", "99 %", "same next token", "perplexity"]
-    headings += ["change", *(["zero-shot average, %"] if averages else [])]
+def with_standard_error(text: str, error: float | None, form: Callable[[float], str]) -> str:
+    """A number with its standard error, if that is known."""
+    return text if error is None else f"{text} ± {form(error)}"
+
+
+def megabytes(record: Record, name: str, context: int) -> float:
+    """Memory of the cache of one text of so many tokens, dense windows included."""
+    row = rows_of(record)[1][name]
+    config = record["settings"]["presets"][name]
+    dense = config["sink_length"] + config["residual_length"]
+    unquantized = rows_of(record)[1][UNQUANTIZED]["bytes_per_token"]
+    return float(row["bytes_per_token"] * context + unquantized * min(dense, context)) / 1e6
+
+
+def judged(row: Mapping[str, Any]) -> str:
+    """What the limits of the pre-flight say of a preset, if two standard errors leave no doubt."""
+    kld, error = row["kld"], 2 * (row["kld_standard_error"] or 0.0)
+    for limit, said in ((GOAL, "good"), (LIMIT, "tolerable")):
+        if kld <= limit:
+            return said if kld + error <= limit else f"{said}, or just not"
+    return "too much" if kld - error > LIMIT else "too much, or just not"
+
+
+def verdict(record: Record, context: int) -> str:
+    """Which preset to take, in two sentences."""
+    rows = {name: row for name, row in rows_of(record)[1].items() if name != UNQUANTIZED}
+    whole = megabytes(record, UNQUANTIZED, context)
+
+    def told(name: str, limit: float) -> str:
+        size = megabytes(record, name, context)
+        return (
+            f"`{name}` is the smallest preset that stays below {limit:g} nats per token ({spelled_kld(rows[name])}). "
+            f"At {context:,} tokens, its cache takes {size:,.4g} MB instead of {whole:,.4g} ({size / whole:.0%})."
+        )
+
+    def smallest(limit: float) -> str | None:
+        below = [name for name, row in rows.items() if row["kld"] + 2 * (row["kld_standard_error"] or 0.0) <= limit]
+        return min(below, key=lambda name: (megabytes(record, name, context), rows[name]["kld"]), default=None)
+
+    good, tolerable = smallest(GOAL), smallest(LIMIT)
+    if tolerable is None:
+        return f"No preset stays below {LIMIT:g} nats per token for certain. Calibrate the model, or measure more text."
+    if good is None or good == tolerable:
+        return told(tolerable, LIMIT if good is None else GOAL)
+    return f"{told(good, GOAL)} {told(tolerable, LIMIT)}"
+
+
+def spelled_kld(row: Mapping[str, Any]) -> str:
+    """The mean divergence of a preset with its standard error."""
+    return with_standard_error(scientific(max(row["kld"], 0.0)), row["kld_standard_error"] or None, scientific)
+
+
+def gate_sentence(record: Record) -> str:
+    """The largest distance between two ways of feeding the text, beside the limit that it was compared with."""
+    found = [
+        (distance / each["bound"], distance, each["bound"], what, name)
+        for name, each in (record["parts"].get("gate") or {}).items()
+        if each["bound"]
+        for what, distance in each["between"].items()
+    ]
+    if not found:
+        return ""
+    _, distance, bound, what, name = max(found)
+    values = f"{scientific(distance)} nats per token; the limit is {scientific(bound)}"
+    return f" They differ most for `{name}`, {what}: {values}."
+
+
+def left_out(record: Record) -> str:
+    """What a limit of time left out of a record, and how to get it, in a sentence; else nothing."""
+    part = record["parts"].get("left_out") or {}
+    what = [re.sub(r"^\w+, (window)", r"\1", each) for each in part.get("what", ())]
+    if not what:
+        return ""
+    some = what if len(what) <= 4 else [*what[:2], "…", what[-1]]
+    minutes = max(1, round(part["minutes"]))
+    return (
+        f"Left out for lack of time: {', '.join(some)}. They take about {minutes} minutes more: run the same command "
+        "with more `--minutes`."
+    )
+
+
+def quality_table(record: Record, averages: Mapping[str, Average], context: int) -> str:
+    """The table of `eval perplexity`, one row per preset. Headings have the limits of the values below them."""
+    headings = [
+        "preset",
+        "bits per value",
+        f"MB at {context:,} tokens",
+        f"KL, nats per token (limits: {GOAL:g}, {LIMIT:g})",
+    ]
+    headings += ["verdict", "median", "99 %", "same next token", "perplexity", "change"]
+    headings += ["zero-shot average, %"] if averages else []
     rows = []
     for name, row in rows_of(record)[1].items():
-        kld, median, p99 = (scientific(max(row[key], 0.0)) for key in ("kld", "kld_median", "kld_p99"))
-        error = f" ± {scientific(row['kld_standard_error'])}" if row["kld_standard_error"] else ""
-        cells_of_row = [f"`{name}`", f"{row['bits_per_value']:.4g}", kld + error, median, p99]
+        median, p99 = (scientific(max(row[key], 0.0)) for key in ("kld_median", "kld_p99"))
+        size = f"{megabytes(record, name, context):,.4g}"
+        says = "-" if name == UNQUANTIZED else judged(row)
+        cells_of_row = [f"`{name}`", f"{row['bits_per_value']:.4g}", size, spelled_kld(row), says, median, p99]
         change = f"{row['perplexity_change']:+.2%}"
         if not change.strip("+-0.%"):
             change = "0.00%"  # without a sign
-        cells_of_row += [f"{row['agreement']:.1%}", or_dash(row["perplexity"], ".2f"), change]
+        errors = [row.get(f"{key}_standard_error") or None for key in ("agreement", "perplexity_change")]
+        same = with_standard_error(f"{row['agreement']:.1%}", errors[0], "{:.1%}".format)
+        change = with_standard_error(change, errors[1], "{:.2%}".format)
+        cells_of_row += [same, or_dash(row["perplexity"], ".2f"), change]
         rows.append(cells_of_row + ([spelled_average(averages.get(name))] if averages else []))
     return markdown_table(headings, rows)
 
@@ -200,16 +294,28 @@ TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True, autoescape=False
 )
 TEMPLATES.globals |= {"AVERAGED": AVERAGED, "FILES": FILES, "LEGEND": LEGEND, "TITLES": TITLES}
-TEMPLATES.globals |= {"is_finished": is_finished, "passed": passed, "quality_table": quality_table, "rows_of": rows_of}
+TEMPLATES.globals |= {"is_measured": is_measured, "passed": passed, "quality_table": quality_table, "rows_of": rows_of}
+TEMPLATES.globals |= {
+    "gate_sentence": gate_sentence,
+    "left_out": left_out,
+    "verdict": verdict,
+    "windows_of": windows_of,
+}
+TEMPLATES.globals |= {"GOAL": GOAL, "LIMIT": LIMIT}
 
 
-def page(records: Mapping[str, Record], pictures: Sequence[str]) -> str:
-    """The page, in Markdown, with the pictures of these names. At least one record of `eval perplexity` is finished."""
+def page(records: Mapping[str, Record], pictures: Sequence[str], *, context: int, asked: Collection[str]) -> str:
+    """The page, in Markdown, with the pictures of these names. At least one record of `eval perplexity` has a summary.
+
+    Memory is that at `context` tokens. Of the kinds of records that were `asked` for, the page says which are missing.
+    """
     parts = by_task_and_preset(records[TASKS]["parts"]) if TASKS in records else {}
     return TEMPLATES.get_template(f"{PAGE}.jinja").render(
         records=records,
         texts=of_texts(records),
         pictures=pictures,
+        context=context,
+        asked=asked,
         task_tables=task_tables(parts),
         averages=averages(parts),
     )
@@ -246,14 +352,14 @@ def read(model: str, folder: Path) -> dict[str, dict[str, Any]]:
     return records
 
 
-def render(model: str, folder: Path) -> list[str]:
-    """Make the page and its pictures from the records in a folder. Returns the names of the pictures."""
+def render(model: str, folder: Path, *, context: int = CONTEXT, asked: Collection[str] = ()) -> list[str]:
+    """Make the page and its pictures from the records in a folder, see `page`. Returns the names of the pictures."""
     records = read(model, folder)
     texts = of_texts(records)
     if not texts:
         found = ", ".join(FILES[kind] for kind in records) or "none"
         raise UsageError(
-            f"`--output` must hold a finished {FILES[PLAIN]} or {FILES[OUTLIERS]}, got {folder} "
+            f"`--output` must hold a {FILES[PLAIN]} or {FILES[OUTLIERS]} with results, got {folder} "
             f"with records: {found}. Run without --render first."
         )
     try:
@@ -264,7 +370,7 @@ def render(model: str, folder: Path) -> list[str]:
                 if panels := picture.panels(texts):
                     picture.draw(drafts / file, panels)
                     drawn.append(file)
-            text = page(records, drawn)
+            text = page(records, drawn, context=context, asked=asked)
             (drafts / PAGE).write_text(text, encoding="utf-8")
             (drafts / HTML).write_text(as_html(text, drafts), encoding="utf-8")
             for each in (*drawn, PAGE, HTML):
