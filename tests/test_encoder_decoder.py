@@ -697,6 +697,24 @@ def test_a_decoder_with_an_encoders_states_needs_a_pair() -> None:
     compare.assert_same(logits(output), logits(expected), "logits")
 
 
+def test_a_decoder_with_fewer_layers_than_its_encoder() -> None:
+    """As in ByT5. Its cache has the layers of the decoder."""
+    torch.manual_seed(1234)
+    config = transformers.T5Config(
+        vocab_size=VOCAB_SIZE, d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=4, num_decoder_layers=2, num_heads=4,
+        decoder_start_token_id=BOS, eos_token_id=None, pad_token_id=PAD,
+    )  # fmt: skip
+    model = models.randomized(transformers.T5ForConditionalGeneration(config)).eval()
+    inputs = models.left_padded()
+    expected = greedy(model, inputs)
+    with patched(model, "none"):
+        output = greedy(model, inputs)
+        assert len(report(model).layers) == 2
+    assert len(cache_of(output).self_attention_cache.layers) == 2
+    assert (config.num_layers, config.num_decoder_layers) == (4, 2), "the model's own config stays"
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
 def test_half_of_a_pair_is_not_saved(tmp_path: Any) -> None:
     message = (
         "KVQuantCache.save: `model` must be decoder-only, got BartForConditionalGeneration, an encoder-decoder, "

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from ..upstream.releases import CACHE
-from .text_config import text_config_of
+from .text_config import decoder_config, text_config_of
 
 
 def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
@@ -42,7 +42,7 @@ def count_layers(config: PreTrainedConfig) -> int:
 
     Can be fewer than the model has: layers that share the keys of others may have no cache layer.
     """
-    return len(layers_of(config.get_text_config(decoder=True))[0])
+    return len(layers_of(decoder_config(config))[0])
 
 
 def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
