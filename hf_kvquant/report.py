@@ -27,10 +27,11 @@ from .config import KVQuantConfig
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
 from .models.layers import layer_devices, layers_of
+from .models.parts import generating_parts
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import why_dense
 from .preflight.verdict import measured, name_of
-from .state import patch_of
+from .state import notes_on, patch_of
 
 WHERE = "report"
 TRANSFORMERS = "transformers' own cache"
@@ -78,6 +79,9 @@ class Report:
         cost: What the config costs in quality, in words, if a pre-flight of this process has measured it on the model,
             and what calibration has gained; empty if neither is known.
         environment: What is installed, as `hf-kvquant env` shows it.
+        unused: Why the last call of `generate` used no cache of this package although it should have; empty if it did,
+            or was asked to use another. The layers are then reported as that call left them.
+        unpatched_parts: The parts of the model that generate over caches of their own, which are not quantised.
     """
 
     model: str
@@ -85,11 +89,13 @@ class Report:
     layers: tuple[LayerReport, ...]
     cost: str
     environment: Mapping[str, str]
+    unused: str = ""
+    unpatched_parts: tuple[str, ...] = ()
 
     @property
     def is_served(self) -> bool:
-        """Whether `LayerReport.is_served` holds for every layer whose cache is ours."""
-        return all(layer.is_served for layer in self.layers if layer.formats is not None)
+        """Whether `LayerReport.is_served` holds for every layer whose cache is ours, and the last call used them."""
+        return not self.unused and all(layer.is_served for layer in self.layers if layer.formats is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable form."""
@@ -104,7 +110,8 @@ class Report:
             span = indices[0] if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
             rows.append(((span, *cells), None))
         lines = plain(table_of(headings, rows, left=headings))
-        return "\n".join([f"{self.model}, {self.cache} cache", *lines, *filter(None, [self.cost])])
+        parts = [f"{part} generates over a cache of its own, unquantised." for part in self.unpatched_parts]
+        return "\n".join([f"{self.model}, {self.cache} cache", *lines, *parts, *filter(None, [self.cost])])
 
 
 def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:
@@ -144,6 +151,10 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
     if cache is not None:
         check_layers(WHERE, "cache", len(cache.layers), len(layer_types))
     others = other_caches(model, config)
+    why = None if cache is not None else notes_on(model).why_unquantized
+    unused = "" if why is None else f"the last call of generate used no cache of hf_kvquant: {why}"
+    if unused:
+        others |= dict.fromkeys(range(len(layer_types)), unused)
     devices = layer_devices(model)
     dense = why_dense(model)
     if dense is not None and patch is None:
@@ -166,7 +177,16 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         kernel, reason = _served_by(config, index, device, head_dims, dense)
         name = name_of(config.formats(index))
         layers.append(LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally)))
-    return Report(type(model).__name__, _kind(config, cache), tuple(layers), _cost(model, config), environment())
+    unpatched = [name for name, part in generating_parts(model).items() if patch_of(part) is None]
+    return Report(
+        model=type(model).__name__,
+        cache=_kind(config, cache),
+        layers=tuple(layers),
+        cost=_cost(model, config),
+        environment=environment(),
+        unused=unused,
+        unpatched_parts=() if patch is None else tuple(unpatched),
+    )
 
 
 def _cost(model: PreTrainedModel, config: KVQuantConfig) -> str:
