@@ -4,7 +4,8 @@ A patched model has our attention implementation in its config, which passes eve
 had before. It also has three instance methods: `_prepare_cache_for_generation`, which makes our cache in `generate`;
 `generate`, which looks whether that cache was used; and `init_continuous_batching`, which makes the manager of
 `generate_batch`. With `capture=True`, `generate` decodes in our loop, and `get_compiled_call` is one more, from which
-transformers' loops get the function that runs their steps. If a model's `generate` is that of a part, the part gets these methods, too.
+transformers' loops get the function that runs their steps. Models that drop their caches at a length have
+`prepare_inputs_for_generation` of ours. If a model's `generate` is that of a part, the part gets these methods, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .attention.registry import implementation_name, is_ours, is_upstream, not_u
 from .batching import hook as batching
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig, register_preflight
-from .generate import watch
+from .generate import switching, watch
 from .generate.hook import HOOK, asks_for_us, check_folded, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
@@ -268,6 +269,7 @@ def _previous_attention(model: PreTrainedModel) -> str:
 def _unroute_attention(model: PreTrainedModel, previous: str) -> None:
     """Undo `_route_attention`."""
     own_attention.unpatch(model)
+    switching.unpatch(model)
     set_attention(model, previous)
 
 
@@ -276,6 +278,7 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
     name = implementation_name(previous)
     if own_attention.patch(model):
         return
+    switching.patch(model)
     set_attention(model, name)
     reason = why_dense(model)
     if reason is not None and not notes_on(model).is_told:

@@ -764,6 +764,16 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/generate/switching.py",
+        ("cache.reset()", "pass", "tokens are in the cache twice, with the factors of both lengths", "switching"),
+        (
+            "    return {**inputs, CACHE: cache}",
+            "    return inputs",
+            "a long text runs over another cache",
+            "switching",
+        ),
+    ),
+    *of(
         "hf_kvquant/models/parts.py",
         ("_described(part) == config", "False", "a model whose part generates is refused", "parts"),
     ),
