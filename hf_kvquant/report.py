@@ -26,7 +26,7 @@ from .common.tables import plain, table_of
 from .config import KVQuantConfig
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
-from .models.layers import layer_devices, layers_of
+from .models.layers import count_layers, layer_devices, named_types, shared_layers
 from .models.parts import generating_parts
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import why_dense
@@ -52,6 +52,8 @@ class LayerReport:
             or transformers, over dequantised tensors or over its own cache.
         reason: Why no compiled kernel does; empty if one does.
         fallbacks: By reason, how many steps so far attended to dequantised tensors. Compiled steps are not counted.
+        reads: The layer whose keys and values this one reads, if it has none of its own. Formats, kernel and reason are
+            then those of that layer, which also counts the fallbacks.
     """
 
     layer_idx: int
@@ -61,6 +63,7 @@ class LayerReport:
     kernel: str
     reason: str
     fallbacks: Mapping[str, int]
+    reads: int | None = None
 
     @property
     def is_served(self) -> bool:
@@ -147,26 +150,30 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             f"{WHERE}: `model` must be patched or come with a cache, got an unpatched {type(model).__name__} alone. "
             "Call patch first."
         )
-    layer_types, _ = layers_of(text_config_of(model))
+    text_config = text_config_of(model)
     if cache is not None:
-        check_layers(WHERE, "cache", len(cache.layers), len(layer_types))
-    others = other_caches(model, config)
+        check_layers(WHERE, "cache", len(cache.layers), count_layers(text_config))
+    others, shared, names = other_caches(model, config), shared_layers(text_config), named_types(text_config)
     why = None if cache is not None else notes_on(model).why_unquantized
     unused = "" if why is None else f"the last call of generate used no cache of hf_kvquant: {why}"
     if unused:
-        others |= dict.fromkeys(range(len(layer_types)), unused)
+        others |= dict.fromkeys(range(len(names)), unused)
     devices = layer_devices(model)
     dense = why_dense(model)
     if dense is not None and patch is None:
         dense = LOOKED_INSIDE
-    layers = []
-    for index, layer_type in enumerate(layer_types):
+    layers: list[LayerReport] = []
+    for index, layer_type in enumerate(names):
         device = devices[index]
+        if index in shared:
+            source = dataclasses.replace(layers[shared[index]], device=str(device), fallbacks={})
+            layers.append(dataclasses.replace(source, layer_idx=index, layer_type=layer_type, reads=shared[index]))
+            continue
         if index in others:
             layers.append(LayerReport(index, layer_type, None, str(device), TRANSFORMERS, others[index], {}))
             continue
         tally: Mapping[str, int] = {} if patch is None else patch.fallbacks.get(index, {})
-        head_dim = head_dim_of(text_config_of(model).per_layer_config[index])
+        head_dim = head_dim_of(text_config.per_layer_config[index])
         head_dims: tuple[int, ...] = () if head_dim is None else (head_dim,)
         if cache is not None:
             layer = cache.layers[index]
@@ -228,4 +235,5 @@ def _cells(layer: LayerReport) -> tuple[str, str, str, str]:
     """A layer's cells in the table, without its index."""
     fallbacks = [f"{count} steps on {DENSE}: {reason}" for reason, count in layer.fallbacks.items()]
     reasons = "; ".join([*filter(None, [layer.reason]), *fallbacks])
-    return layer.formats or layer.layer_type, layer.device, layer.kernel, reasons
+    formats = layer.formats or layer.layer_type
+    return formats if layer.reads is None else f"reads layer {layer.reads}", layer.device, layer.kernel, reasons
