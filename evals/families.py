@@ -39,7 +39,7 @@ def how_served(name: str) -> str:
         output = models.greedy(model, models.left_padded(), 4)
         report = hf_kvquant.report(model, cache_of(output))
     # Whether layers that share another layer's cache are listed depends on the version of transformers.
-    layers = [layer for layer in report.layers if layer.layer_type != "dummy"]
+    layers = [layer for layer in report.layers if layer.reads is None]
     ours = [layer for layer in layers if layer.formats is not None]
     if not ours or not all(layer.is_served for layer in ours):
         return "dense"

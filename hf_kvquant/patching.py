@@ -1,17 +1,20 @@
 """`patch`, `unpatch`, `patched`, `enable` and `disable`: how a model comes to use our cache and our attention.
 
 A patched model has our attention implementation in its config, which passes everything but our handles on to the one it
-had before. It also has two instance methods: `_prepare_cache_for_generation`, which makes our cache in `generate`, and
-`init_continuous_batching`, which makes the manager of `generate_batch`. With `capture=True` it has two more:
-`generate`, which decodes in our loop, and `get_compiled_call`, from which transformers' loops get the function that
-runs their steps.
+had before. It also has three instance methods: `_prepare_cache_for_generation`, which makes our cache in `generate`;
+`generate`, which looks whether that cache was used; and `init_continuous_batching`, which makes the manager of
+`generate_batch`. With `capture=True`, `generate` decodes in our loop, and `get_compiled_call` is one more, from which
+transformers' loops get the function that runs their steps. Models that drop their caches at a length have
+`prepare_inputs_for_generation` of ours. If a model's `generate` is that of a part, the part gets these methods, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -23,19 +26,22 @@ from .attention.registry import implementation_name, is_ours, is_upstream, not_u
 from .batching import hook as batching
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig, register_preflight
+from .generate import switching, watch
 from .generate.hook import HOOK, asks_for_us, check_folded, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
 from .models.layers import keeps_cache, layers_of
+from .models.parts import generating_parts, stand_ins
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
 from .presets import FEW_BITS
 from .state import Patch, keep, noted_models, notes_on, patch_of
 from .upstream.contracts import check_release
+from .upstream.releases import CACHE
 
 logger = logging.getLogger(__name__)
 
-_CAPTURE_HOOKS: dict[str, Callable[..., Any]] = {"generate": generate, "get_compiled_call": Forward}
+_GENERATE, _COMPILED = "generate", "get_compiled_call"
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -44,9 +50,11 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
 
     So does continuous batching (`generate_batch`); models that it does not serve raise an error there. A cache that the
     user passes, `use_cache=False`, any other `cache_implementation` of transformers and assistant models work as
-    before. Patching again replaces the config. With `static=True` the model keeps the buffers of a call until
-    `unpatch`, so that the next call reuses them and the compiled steps. Steps captured with `capture=True` are kept,
-    too. If weights, modules, hooks or adapters change, the next call captures new ones.
+    before. If a model's `generate` is that of a part, the part is patched, too. Patching again replaces the config.
+
+    With `static=True` the model keeps the buffers of a call until `unpatch`, so that the next call reuses them and the
+    compiled steps. Steps captured with `capture=True` are kept, too. If weights, modules, hooks or adapters change, the
+    next call captures new ones.
 
     With keys of 4 bits or fewer, a look at some weights tells whether the model needs calibration first. If so, the log
     says it in one line.
@@ -73,17 +81,24 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     if config.capture:
         check_release("patch", "graphs")
         check_graphs(model)
-    before = patch_of(model)
-    previous = text_config_of(model)._attn_implementation if before is None else before.previous_attention
+    is_new = patch_of(model) is None
+    previous = _previous_attention(model)
+    parts = [(part, _previous_attention(part)) for part in stand_ins(model).values()]
     _route_attention(model, previous)
     if config.capture and not is_ours(text_config_of(model)._attn_implementation):
-        if before is None:
-            own_attention.unpatch(model)
+        if is_new:
+            _unroute_attention(model, previous)
         raise NotImplementedError(
             f"patch: `capture` must be False for {type(model).__name__}, got True: it computes attention by itself, "
             "outside transformers' registry. Pass static=True instead, and generate compiles."
         )
-    _install(model, Patch(config, previous))
+    made = Patch(config, previous)
+    _install(model, made)
+    for part, previous in parts:
+        told = notes_on(model)  # of the layers that both have
+        notes_on(part).is_told, notes_on(part).keeps_attention = told.is_told, told.keeps_attention
+        _route_attention(part, previous)
+        _install(part, dataclasses.replace(made, previous_attention=previous))
     formats = (config, *config.layers.values())
     if any(each.key.is_quantized and each.key.bits <= FEW_BITS for each in formats):
         _preflight("hint").tell(model, config)
@@ -101,9 +116,10 @@ register_preflight(lambda *args, **options: _preflight("check").run_preflight(*a
 def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     """Give a model the methods that its patch asks for, and remove what an earlier one left. `None` asks for none."""
     batching.close(model)
-    for name in (HOOK, batching.HOOK, *_CAPTURE_HOOKS):
+    for name in (HOOK, batching.HOOK, _GENERATE, _COMPILED):
         model.__dict__.pop(name, None)
     notes_on(model).drop_buffers()
+    notes_on(model).why_unquantized = None
     keep(model, patch=patch)
     if patch is None:
         return
@@ -111,9 +127,11 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     check = check_capturable if patch.config.capture else None
     setattr(model, HOOK, functools.partial(prepare_cache, model, check_capturable=check))
     setattr(model, batching.HOOK, functools.partial(batching.init_continuous_batching, model))
+    if hasattr(type(model), _GENERATE):
+        decode = generate if patch.config.capture else None
+        setattr(model, _GENERATE, functools.partial(watch.generate, model, decode=decode))
     if patch.config.capture:
-        for name, function in _CAPTURE_HOOKS.items():
-            setattr(model, name, functools.partial(function, model))
+        setattr(model, _COMPILED, functools.partial(Forward, model))
 
 
 def unpatch(model: Model) -> Model:
@@ -124,15 +142,20 @@ def unpatch(model: Model) -> Model:
         ValueError: The model is not patched.
     """
     check_is_model(model, "unpatch")
-    patch = patch_of(model)
-    if patch is None:
+    if patch_of(model) is None:
         raise ValueError(
             f"unpatch: `model` must be patched, got an unpatched {type(model).__name__}. Call patch first."
         )
-    _install(model, None)
-    own_attention.unpatch(model)
-    set_attention(model, patch.previous_attention)
+    _unpatch(model)
     return model
+
+
+def _unpatch(model: PreTrainedModel) -> None:
+    for each in (model, *stand_ins(model).values()):
+        patch = patch_of(each)
+        if patch is not None:
+            _install(each, None)
+            _unroute_attention(each, patch.previous_attention)
 
 
 @contextlib.contextmanager
@@ -141,15 +164,17 @@ def patched(
 ) -> Iterator[Model]:
     """`patch` within a `with` block. Afterwards the model is as it was before, patched or not."""
     check_is_model(model, "patched")
-    before = patch_of(model)
+    models: list[PreTrainedModel] = [model, *stand_ins(model).values()]
+    before = [patch_of(each) for each in models]
     patch(model, preset_or_config)
     try:
         yield model
     finally:
-        if before is None:
-            unpatch(model)
-        else:
-            _install(model, before)
+        _unpatch(model)
+        for each, patch_before in zip(models, before, strict=True):
+            if patch_before is not None:
+                _route_attention(each, patch_before.previous_attention)
+                _install(each, patch_before)
 
 
 def enable() -> None:
@@ -178,12 +203,14 @@ def disable() -> None:
 _original_hook: Callable[..., Any] = getattr(GenerationMixin, HOOK)
 
 
-def _hook_for_all(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+def _hook_for_all(
+    self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **options: Any
+) -> Any:
     if asks_for_us(generation_config):
         previous = text_config_of(self)._attn_implementation
         if not is_ours(previous):
             _route_attention(self, previous)
-    return prepare_cache(self, generation_config, model_kwargs, *args, fall_through=_original_hook)
+    return prepare_cache(self, generation_config, model_kwargs, *args, fall_through=_original_hook, **options)
 
 
 def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
@@ -196,6 +223,7 @@ def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
             f"patch: `capture` must be False for {type(model).__name__}, got True: it is an encoder-decoder, whose "
             "cross-attention reads tensors that are new in every call. Pass static=True instead, and generate compiles."
         )
+    _check_generate(model, config)
     if not keeps_cache(model):
         raise NotImplementedError(
             f"patch: {type(model).__name__} does not keep its state in a cache of transformers, so there are no keys "
@@ -209,11 +237,48 @@ def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
         own_attention.check_static(model, "patch")
 
 
+def _check_generate(model: PreTrainedModel, config: KVQuantConfig) -> None:
+    """Refuse a model whose `generate` would never use a cache of ours."""
+    name, parts = type(model).__name__, generating_parts(model)
+    if stand_ins(model):
+        if config.capture:
+            part = next(iter(stand_ins(model)))
+            raise NotImplementedError(
+                f"patch: `capture` must be False for {name}, got True: its generate is that of its part {part}. Patch "
+                f"model.{part} with it."
+            )
+        return
+    is_fed = CACHE in inspect.signature(type(model).forward).parameters
+    if hasattr(type(model), _GENERATE) and not (isinstance(model, GenerationMixin) and (is_fed or not parts)):
+        kept = [f"model.{part}" for part, module in parts.items() if keeps_cache(module)]
+        remedy = f"Patch its parts that generate: {', '.join(kept)}." if kept else "Leave the model unpatched."
+        raise NotImplementedError(
+            f"patch: {name} generates in a way of its own, which would use no cache of hf_kvquant. {remedy}"
+        )
+
+
+def _previous_attention(model: PreTrainedModel) -> str:
+    """The attention implementation of a model before it was patched, itself or a part with the same config."""
+    name: str = text_config_of(model)._attn_implementation
+    if patch_of(model) is None and not is_ours(name):
+        return name
+    known = (patch_of(each) for each in (model, *stand_ins(model).values()))
+    return next((patch.previous_attention for patch in known if patch is not None), name)
+
+
+def _unroute_attention(model: PreTrainedModel, previous: str) -> None:
+    """Undo `_route_attention`."""
+    own_attention.unpatch(model)
+    switching.unpatch(model)
+    set_attention(model, previous)
+
+
 def _route_attention(model: PreTrainedModel, previous: str) -> None:
     """Set our attention over `previous`. Models outside transformers' registry get ours by hand, or fall back."""
     name = implementation_name(previous)
     if own_attention.patch(model):
         return
+    switching.patch(model)
     set_attention(model, name)
     reason = why_dense(model)
     if reason is not None and not notes_on(model).is_told:

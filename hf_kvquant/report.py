@@ -27,11 +27,12 @@ from .common.tables import html, plain, table_of
 from .config import KVQuantConfig
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
-from .models.layers import layer_devices, layers_of
+from .models.layers import count_layers, layer_devices, named_types, shared_layers
+from .models.parts import generating_parts
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import why_dense
 from .preflight.verdict import measured, name_of
-from .state import patch_of
+from .state import notes_on, patch_of
 
 WHERE = "report"
 TRANSFORMERS = "transformers' own cache"
@@ -52,6 +53,8 @@ class LayerReport:
             or transformers, over dequantised tensors or over its own cache.
         reason: Why no compiled kernel does; empty if one does.
         fallbacks: By reason, how many steps so far attended to dequantised tensors. Compiled steps are not counted.
+        reads: The layer whose keys and values this one reads, if it has none of its own. Formats, kernel and reason are
+            then those of that layer, which also counts the fallbacks.
     """
 
     layer_idx: int
@@ -61,6 +64,7 @@ class LayerReport:
     kernel: str
     reason: str
     fallbacks: Mapping[str, int]
+    reads: int | None = None
 
     @property
     def is_served(self) -> bool:
@@ -79,6 +83,9 @@ class Report:
         cost: What the config costs in quality, in words, if a pre-flight of this process has measured it on the model,
             and what calibration has gained; empty if neither is known.
         environment: What is installed, as `hf-kvquant env` shows it.
+        unused: Why the last call of `generate` used no cache of this package although it should have; empty if it did,
+            or was asked to use another. The layers are then reported as that call left them.
+        unpatched_parts: The parts of the model that generate over caches of their own, which are not quantised.
     """
 
     model: str
@@ -86,11 +93,13 @@ class Report:
     layers: tuple[LayerReport, ...]
     cost: str
     environment: Mapping[str, str]
+    unused: str = ""
+    unpatched_parts: tuple[str, ...] = ()
 
     @property
     def is_served(self) -> bool:
-        """Whether `LayerReport.is_served` holds for every layer whose cache is ours."""
-        return all(layer.is_served for layer in self.layers if layer.formats is not None)
+        """Whether `LayerReport.is_served` holds for every layer whose cache is ours, and the last call used them."""
+        return not self.unused and all(layer.is_served for layer in self.layers if layer.formats is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable form."""
@@ -98,7 +107,7 @@ class Report:
 
     def __str__(self) -> str:
         """A readable table. Consecutive layers with equal entries share a line."""
-        return "\n".join([self._title(), *plain(self._table()), *filter(None, [self.cost])])
+        return "\n".join([self._title(), *plain(self._table()), *self._notes()])
 
     def __repr__(self) -> str:
         """One line: which layers are served by a kernel."""
@@ -108,7 +117,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """The table, for a notebook."""
-        return html(self._title(), self._table(), filter(None, [self.cost]))
+        return html(self._title(), self._table(), self._notes())
 
     def _title(self) -> str:
         return f"{self.model}, {self.cache} cache"
@@ -121,6 +130,11 @@ class Report:
             span = indices[0] if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
             rows.append(((span, *cells), None))
         return table_of(headings, rows, left=headings)
+
+    def _notes(self) -> list[str]:
+        """Sentences below the table."""
+        parts = [f"{part} generates over a cache of its own, unquantised." for part in self.unpatched_parts]
+        return [*parts, *filter(None, [self.cost])]
 
 
 def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:
@@ -156,22 +170,30 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             f"{WHERE}: `model` must be patched or come with a cache, got an unpatched {type(model).__name__} alone. "
             "Call patch first."
         )
-    layer_types, _ = layers_of(text_config_of(model))
+    text_config = text_config_of(model)
     if cache is not None:
-        check_layers(WHERE, "cache", len(cache.layers), len(layer_types))
-    others = other_caches(model, config)
+        check_layers(WHERE, "cache", len(cache.layers), count_layers(text_config))
+    others, shared, names = other_caches(model, config), shared_layers(text_config), named_types(text_config)
+    why = None if cache is not None else notes_on(model).why_unquantized
+    unused = "" if why is None else f"the last call of generate used no cache of hf_kvquant: {why}"
+    if unused:
+        others |= dict.fromkeys(range(len(names)), unused)
     devices = layer_devices(model)
     dense = why_dense(model)
     if dense is not None and patch is None:
         dense = LOOKED_INSIDE
-    layers = []
-    for index, layer_type in enumerate(layer_types):
+    layers: list[LayerReport] = []
+    for index, layer_type in enumerate(names):
         device = devices[index]
+        if index in shared:
+            source = dataclasses.replace(layers[shared[index]], device=str(device), fallbacks={})
+            layers.append(dataclasses.replace(source, layer_idx=index, layer_type=layer_type, reads=shared[index]))
+            continue
         if index in others:
             layers.append(LayerReport(index, layer_type, None, str(device), TRANSFORMERS, others[index], {}))
             continue
         tally: Mapping[str, int] = {} if patch is None else patch.fallbacks.get(index, {})
-        head_dim = head_dim_of(text_config_of(model).per_layer_config[index])
+        head_dim = head_dim_of(text_config.per_layer_config[index])
         head_dims: tuple[int, ...] = () if head_dim is None else (head_dim,)
         if cache is not None:
             layer = cache.layers[index]
@@ -182,7 +204,16 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         kernel, reason = _served_by(config, index, device, head_dims, dense)
         name = name_of(config.formats(index))
         layers.append(LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally)))
-    return Report(type(model).__name__, _kind(config, cache), tuple(layers), _cost(model, config), environment())
+    unpatched = [name for name, part in generating_parts(model).items() if patch_of(part) is None]
+    return Report(
+        model=type(model).__name__,
+        cache=_kind(config, cache),
+        layers=tuple(layers),
+        cost=_cost(model, config),
+        environment=environment(),
+        unused=unused,
+        unpatched_parts=() if patch is None else tuple(unpatched),
+    )
 
 
 def _cost(model: PreTrainedModel, config: KVQuantConfig) -> str:
@@ -224,4 +255,5 @@ def _cells(layer: LayerReport) -> tuple[str, str, str, str]:
     """A layer's cells in the table, without its index."""
     fallbacks = [f"{count} steps on {DENSE}: {reason}" for reason, count in layer.fallbacks.items()]
     reasons = "; ".join([*filter(None, [layer.reason]), *fallbacks])
-    return layer.formats or layer.layer_type, layer.device, layer.kernel, reasons
+    formats = layer.formats or layer.layer_type
+    return formats if layer.reads is None else f"reads layer {layer.reads}", layer.device, layer.kernel, reasons

@@ -124,6 +124,8 @@ class ModelNotes:
         manager: Weak reference to the newest manager of continuous batching; `None` before the first one.
         has_hint: Whether the log has said that the model's weights speak against few bits.
         preflights: What pre-flights have measured, each with the calibration that the model had then.
+        calls: The calls of `generate` that are running (`generate/watch.py`).
+        why_unquantized: Why the last of them used no cache of ours; `None` if it did, or asked for none.
         is_told: Whether the log says that the model attends to dequantised tensors.
         keeps_attention: Whether the model has been found not to let its attention implementation be set.
     """
@@ -140,6 +142,8 @@ class ModelNotes:
         self.manager: Any = None
         self.has_hint = False
         self.preflights: list[tuple[tuple[Any, ...], Any]] = []
+        self.calls: list[Any] = []
+        self.why_unquantized: str | None = None
         self.is_told = False
         self.keeps_attention = False
 

@@ -831,6 +831,26 @@ MUTATIONS = [
             "proposals beyond the requested length find a full static cache",
             "compile capture",
         ),
+        (
+            "    note_cache(model, cache)\n",
+            "",
+            "every call is said to have used no cache of ours",
+            "parts",
+        ),
+    ),
+    *of(
+        "hf_kvquant/generate/switching.py",
+        ("cache.reset()", "pass", "tokens are in the cache twice, with the factors of both lengths", "switching"),
+        (
+            "    return {**inputs, CACHE: cache}",
+            "    return inputs",
+            "a long text runs over another cache",
+            "switching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/models/parts.py",
+        ("_described(part) == config", "False", "a model whose part generates is refused", "parts"),
     ),
     *of(
         "hf_kvquant/state.py",

@@ -38,6 +38,7 @@ from hf_kvquant import PRESETS, KVFormat, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.cache import _log_nothing_to_quantize
 from hf_kvquant.cache.handle import KVHandle, KVLength
 from hf_kvquant.cache.layers import KVQuantLayer
+from hf_kvquant.models.layers import count_layers
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.upstream.releases import CACHE, cache_of, is_since, with_cache
 
@@ -798,6 +799,31 @@ def test_formats_beyond_the_presets() -> None:
     chunks = chunks_of(5, 1)
     give(cache, chunks), give(expected, chunks)
     check_same_tokens(cache, expected, "tokens")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("gemma3n_text", {"layers": {3: "int8"}}, "[0, 1], got 3: it reads the cache of layer 1."),
+        (
+            "gemma2",
+            {"layers": {0: "int8"}, "sliding": False},
+            "[1], got 0: its cache (sliding_attention) is not quantised.",
+        ),
+        ("qwen3_next", {"layers": {0: "none"}}, "[1], got 0: its cache (linear_attention) is not quantised."),
+    ],
+    ids=["shared", "sliding", "linear"],
+)
+def test_settings_for_layers_that_are_not_quantised_are_refused(
+    family: str, config: dict[str, Any], message: str
+) -> None:
+    text_config = models.family(family).config
+    if "reads" in message and count_layers(text_config) == 2:
+        pytest.skip("this version of transformers has no cache layers for them")
+    with pytest.raises(ValueError) as raised:
+        KVQuantCache(text_config, {"preset": "int4", **config})
+    expected = f"KVQuantCache: `layers` must name layers whose cache is quantised, which are {message} Leave it out."
+    assert str(raised.value) == expected
 
 
 @pytest.mark.skipif(not is_since("5.24"), reason="it has no such model")

@@ -674,8 +674,8 @@ def test_a_model_without_a_pair_of_caches_is_refused(monkeypatch: pytest.MonkeyP
         greedy(model, inputs_of(model))
 
 
-def test_a_decoder_with_an_encoders_states_needs_a_pair() -> None:
-    """It would write keys of cross-attention among its own."""
+def test_a_decoder_with_an_encoders_states_gets_a_pair() -> None:
+    """Without one, it would write keys of cross-attention among its own."""
     torch.manual_seed(1234)
     config = transformers.GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=64, add_cross_attention=True,
@@ -683,17 +683,43 @@ def test_a_decoder_with_an_encoders_states_needs_a_pair() -> None:
     )  # fmt: skip
     model = models.randomized(transformers.GPT2LMHeadModel(config)).eval()
     inputs = {**models.left_padded(), "encoder_hidden_states": torch.randn(3, 5, WIDTH)}
-    message = (
-        "generate: GPT2LMHeadModel was given an encoder's states, and would keep the keys of cross-attention among the "
-        "decoder's own. Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache(config=model.config)) as "
-        f"{CACHE}, or unpatch the model."
-    )
     expected = greedy(model, inputs, **with_cache(EncoderDecoderCache(DynamicCache(), DynamicCache())))
     with patched(model, "none"):
-        for given in (None, KVQuantCache(model.config, "none")):
-            with pytest.raises(NotImplementedError, match=re.escape(message)):
-                greedy(model, inputs, **with_cache(given))
-        output = greedy(model, inputs, **with_cache(beside(model, KVQuantCache(model.config, "none"))))
+        for given in (None, beside(model, KVQuantCache(model.config, "none"))):
+            output = greedy(model, inputs, **with_cache(given))
+            assert isinstance(cache_of(output).self_attention_cache, KVQuantCache)
+            compare.assert_same(logits(output), logits(expected), "logits")
+        message = (
+            f"generate: `{CACHE}` must be an EncoderDecoderCache for GPT2LMHeadModel, got KVQuantCache: keys of "
+            "cross-attention would be taken for the decoder's own. Pass EncoderDecoderCache(KVQuantCache(...), "
+            "DynamicCache(config=model.config)), or nothing."
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            greedy(model, inputs, **with_cache(KVQuantCache(model.config, "none")))
+    message = (
+        "generate: `static` must be False for GPT2LMHeadModel with an encoder's states, got True: their number is not "
+        "known in advance. Leave out static, max_cache_len and capture."
+    )
+    with patched(model, {"preset": "int8", "static": True}), pytest.raises(NotImplementedError) as raised:
+        greedy(model, inputs)
+    assert str(raised.value) == message
+
+
+def test_a_decoder_with_fewer_layers_than_its_encoder() -> None:
+    """As in ByT5. Its cache has the layers of the decoder."""
+    torch.manual_seed(1234)
+    config = transformers.T5Config(
+        vocab_size=VOCAB_SIZE, d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=4, num_decoder_layers=2, num_heads=4,
+        decoder_start_token_id=BOS, eos_token_id=None, pad_token_id=PAD,
+    )  # fmt: skip
+    model = models.randomized(transformers.T5ForConditionalGeneration(config)).eval()
+    inputs = models.left_padded()
+    expected = greedy(model, inputs)
+    with patched(model, "none"):
+        output = greedy(model, inputs)
+        assert len(report(model).layers) == 2
+    assert len(cache_of(output).self_attention_cache.layers) == 2
+    assert (config.num_layers, config.num_decoder_layers) == (4, 2), "the model's own config stays"
     compare.assert_same(logits(output), logits(expected), "logits")
 
 

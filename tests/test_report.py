@@ -31,6 +31,7 @@ from hf_kvquant import (
 from hf_kvquant.attention.registry import NOT_QUANTIZED
 from hf_kvquant.cache.handle import LOOKED_INSIDE
 from hf_kvquant.graphs import capture
+from hf_kvquant.models.layers import count_layers
 from hf_kvquant.ops import kernels
 from hf_kvquant.storage import offloading
 from hf_kvquant.upstream.releases import cache_of, with_cache
@@ -98,6 +99,28 @@ def test_layers_with_a_window_are_ours() -> None:
                 ("full_attention", "int4"),
             ]
             assert result.is_served
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_read_the_cache_of_another(family: str) -> None:
+    model = models.family(family)
+    if count_layers(model.config) == 2:
+        pytest.skip("this version of transformers has no cache layers for them")
+    with patched(model, {"preset": "int4", "layers": {1: "int8"}}):
+        cache = cache_of(greedy(model, left_padded()))
+        for result in (report(model), report(model, cache)):
+            assert [(layer.layer_type, layer.formats, layer.reads) for layer in result.layers] == [
+                ("sliding_attention", "int4", None),
+                ("full_attention", "int8", None),
+                ("sliding_attention", "int4", 0),
+                ("full_attention", "int8", 1),
+            ]
+            assert result.is_served and not re.search("dummy", str(result))
+            assert re.search(rf"^3 +reads layer 1 +cpu +{KERNEL['cpu']}", str(result), flags=re.MULTILINE)
+    with patched(model, {"preset": "int4", "sliding": False}):
+        layer = report(model).layers[2]
+    assert (layer.formats, layer.reads) == (None, 0)
+    assert layer.reason == "its cache (sliding_attention) is not quantised"
 
 
 def test_what_a_model_does_shows_after_it_has_run() -> None:
@@ -269,6 +292,7 @@ def test_a_report_is_data() -> None:
         "kernel": KERNEL["cpu"],
         "reason": "",
         "fallbacks": {LOOKED_INSIDE: 5},
+        "reads": None,
     }
     assert data["model"] == "JetMoeForCausalLM" and data["is_served"] is False
     assert data["environment"]["hf-kvquant"] == hf_kvquant.__version__

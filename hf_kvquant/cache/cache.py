@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, QuantizedCache
 
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..models.layers import layers_of
+from ..models.text_config import decoder_config
 from ..spec.key_transform import KeyTransform
 from ..storage import rewind
 from ..storage.layer_store import LayerStore
@@ -91,7 +92,7 @@ class KVQuantCache(QuantizedCache):
         if max_cache_len is None:
             max_cache_len = quant_config.max_cache_len
         _check_arguments(config, quant_config, max_cache_len, key_transforms)
-        text_config = config.get_text_config(decoder=True)
+        text_config = decoder_config(config)
         layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, dataclasses.replace(quant_config, max_cache_len=max_cache_len))
         quantized = quantized_layers(layer_types, quant_config)

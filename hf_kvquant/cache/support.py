@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import KVQuantConfig, LayerFormats
-from ..models.layers import layers_of
+from ..models.layers import layers_of, named_types, shared_layers
 from ..models.text_config import head_dim_of, text_config_of
 
 # Layers that keep transformers' own cache layers: they do not grow with the sequence, or hold no keys and values.
@@ -80,13 +80,21 @@ def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) ->
 
 def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) -> dict[int, str]:
     """The layers whose cache is left to transformers, each with the reason; without a config, as few as possible."""
-    layer_types, _ = layers_of(text_config_of(model))
+    text_config = text_config_of(model)
+    layer_types, _ = layers_of(text_config)
     quantized = quantized_layers(layer_types, config or KVQuantConfig())
-    return {
-        index: f"its cache ({layer_type}) is not quantised"
-        for index, layer_type in enumerate(layer_types)
-        if index not in quantized
-    }
+    unquantized = [index for index in range(len(layer_types)) if index not in quantized]
+    return {index: _why_not_quantized(text_config, index) for index in unquantized}
+
+
+def _why_not_quantized(text_config: PreTrainedConfig, index: int) -> str:
+    """Why a layer has no quantised cache of its own, as a clause."""
+    name, reads = named_types(text_config)[index], shared_layers(text_config).get(index)
+    if reads is not None:
+        return f"it reads the cache of layer {reads}"
+    if layers_of(text_config)[0][index] in STATELESS:
+        return f"it has no cache ({name})"
+    return f"its cache ({name}) is not quantised"
 
 
 def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_config: KVQuantConfig) -> None:
@@ -139,6 +147,12 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             f"KVQuantCache: `layers` must name layers below {len(layer_types)}, the model's number of layers, "
             f"got {beyond}."
         )
+    for index in quant_config.layers:
+        if index not in quantized:
+            raise ValueError(
+                f"KVQuantCache: `layers` must name layers whose cache is quantised, which are {quantized}, got "
+                f"{index}: {_why_not_quantized(text_config, index)}. Leave it out."
+            )
     # In transformers 5.17, layers at the end that share the keys and values of others have no cache layer at all.
     for index, layer_config in zip(range(len(layer_types)), layer_configs, strict=False):
         head_dim = head_dim_of(layer_config)

@@ -51,28 +51,24 @@ def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: M
     """Refuse to mix keys of cross-attention with those of the decoder.
 
     A model writes both kinds into any cache that is not an `EncoderDecoderCache`, one after the other. `given` is the
-    cache that the user passed, `None` if ours is to be made.
+    cache that the user passed.
 
     Raises:
-        NotImplementedError: A decoder without its encoder was given an encoder's states.
-        ValueError: An encoder-decoder was given a `KVQuantCache` alone.
+        ValueError: A decoder that attends to an encoder's states was given a `KVQuantCache` alone.
     """
     if isinstance(given, EncoderDecoderCache):
         return
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        if given is not None:
-            raise ValueError(
-                f"generate: `{CACHE}` must be an EncoderDecoderCache for {name}, got {type(given).__name__}: "
-                "keys of cross-attention would be taken for the decoder's own. Pass "
-                "EncoderDecoderCache(KVQuantCache(...), DynamicCache(config=model.config)), or nothing."
-            )
-    elif any(model_kwargs.get(states) is not None for states in _ENCODER_STATES):
-        raise NotImplementedError(
-            f"generate: {name} was given an encoder's states, and would keep the keys of cross-attention among the "
-            "decoder's own. Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache(config=model.config)) as "
-            f"{CACHE}, or unpatch the model."
+    if model.config.is_encoder_decoder or has_encoder_states(model_kwargs):
+        raise ValueError(
+            f"generate: `{CACHE}` must be an EncoderDecoderCache for {type(model).__name__}, got "
+            f"{type(given).__name__}: keys of cross-attention would be taken for the decoder's own. Pass "
+            "EncoderDecoderCache(KVQuantCache(...), DynamicCache(config=model.config)), or nothing."
         )
+
+
+def has_encoder_states(model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a decoder that is a model by itself is given an encoder's states to attend to."""
+    return any(model_kwargs.get(states) is not None for states in _ENCODER_STATES)
 
 
 def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:

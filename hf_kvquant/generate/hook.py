@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..attention.registry import implementation_name, is_ours, set_attention
@@ -32,13 +32,16 @@ from ..storage.residency import BufferKind
 from ..transforms.of_model import key_transforms
 from ..upstream.releases import ASSISTS_STATIC_CACHES, CACHE
 from .encoder_decoder import (
+    KVQuantEncoderDecoderCache,
     beside_cross_attention,
     check_cross_attention,
     compile_with_masks_only,
     croppable,
     decoder_cache,
+    has_encoder_states,
     leave_uncompiled,
 )
+from .watch import note_cache
 
 logger = logging.getLogger(__name__)
 
@@ -64,29 +67,34 @@ def prepare_cache(
     model: PreTrainedModel,
     generation_config: Any,
     model_kwargs: dict[str, Any],
-    *args: Any,
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+    *,
     fall_through: Callable[..., Any] | None = None,
     check_capturable: Callable[[PreTrainedModel], None] | None = None,
+    **options: Any,
 ) -> Any:
     """Replaces `GenerationMixin._prepare_cache_for_generation`: makes our cache if the call asks for it.
 
-    `args` are `generation_mode, batch_size, max_cache_length`, as transformers passes them. `fall_through` prepares
-    every other cache; `None` means the model class's own method.
+    Arguments are those of that method, `options` those that some models add. `fall_through` prepares every other cache;
+    `None` means the model class's own method.
 
     Raises:
         NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, a cache together with
             `use_cache=False`, and gradient checkpointing in training mode are refused too.
     """
-    generation_mode, batch, max_length = args
-    batch *= max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    batch = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    max_length: int | None = max_cache_length
     is_cropped = False
     if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
         is_cropped = notes_on(model).assisted is None
-        max_length = _assisted_length(model, generation_config, max_length)
+        max_length = _assisted_length(model, generation_config, max_cache_length)
     call = _Call(model, generation_config, model_kwargs, batch, max_length, is_cropped, check_capturable)
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
-        return (fall_through or getattr(type(model), HOOK))(model, generation_config, model_kwargs, *args)
+        method = fall_through or getattr(type(model), HOOK)
+        return method(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, **options)
 
     check_folded(model, "generate")
     if generation_config.is_assistant and patch_of(model) is not None:
@@ -94,7 +102,9 @@ def prepare_cache(
     _check_given(call)
     config = _config_of(call)
     if config is None:
-        pair = croppable(model_kwargs.get(CACHE))
+        given = model_kwargs.get(CACHE)
+        note_cache(model, decoder_cache(given))
+        pair = croppable(given)
         if pair is not None:
             model_kwargs[CACHE] = pair
             compile_with_masks_only(model, generation_config, model_kwargs)
@@ -103,6 +113,7 @@ def prepare_cache(
     if why_not is not None:
         raise ValueError(f"generate: `model` must keep its cache, got a {type(model).__name__} {why_not}")
     cache = _new_cache(call, config)
+    note_cache(model, cache)
     patch = patch_of(model)
     if patch is not None:
         cache.count_fallbacks_in(patch.fallbacks)
@@ -112,6 +123,13 @@ def prepare_cache(
             raise _no_cache_of_the_decoder(model)
         model_kwargs[CACHE] = pair
         compile_with_masks_only(model, generation_config, model_kwargs)
+    elif has_encoder_states(model_kwargs):
+        if cache.is_static:
+            raise NotImplementedError(
+                f"generate: `static` must be False for {type(model).__name__} with an encoder's states, got True: "
+                "their number is not known in advance. Leave out static, max_cache_len and capture."
+            )
+        model_kwargs[CACHE] = KVQuantEncoderDecoderCache(cache, DynamicCache())
     else:
         model_kwargs[CACHE] = cache
     if generation_config.prefill_chunk_size is not None and not cache.quant_config.capture:
@@ -313,7 +331,6 @@ def _check_call(call: _Call) -> None:
     model = call.model
     if not keeps_cache(model):
         raise _no_cache_of_the_decoder(model)
-    check_cross_attention(model, None, call.inputs)
     if model.config.is_encoder_decoder:
         _keep_attention(model)
         if call.options.prefill_chunk_size is not None:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from ..upstream.releases import CACHE
-from .text_config import text_config_of
+from .text_config import decoder_config, text_config_of
 
 
 def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
@@ -37,12 +37,26 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
     return layer_types, layer_kwargs
 
 
+def named_types(text_config: PreTrainedConfig) -> list[str]:
+    """As `layers_of`, but with the names in the config of layers without a cache, which transformers calls "dummy"."""
+    layer_types, _ = layers_of(text_config)
+    names = getattr(text_config, "layer_types", None) or layer_types
+    return [name if found == "dummy" else found for found, name in zip(layer_types, names, strict=False)]
+
+
+def shared_layers(text_config: PreTrainedConfig) -> dict[int, int]:
+    """By layer that has no keys and values of its own, the layer whose it reads: the last one before of its type."""
+    modes, names = getattr(text_config, "kv_sharing_modes", None) or (), named_types(text_config)
+    own = {names[index]: index for index, mode in enumerate(modes) if mode != "reuse"}
+    return {index: own[names[index]] for index, mode in enumerate(modes) if mode == "reuse" and names[index] in own}
+
+
 def count_layers(config: PreTrainedConfig) -> int:
     """How many layers the caches of a model have, given its own config or its text model's.
 
     Can be fewer than the model has: layers that share the keys of others may have no cache layer.
     """
-    return len(layers_of(config.get_text_config(decoder=True))[0])
+    return len(layers_of(decoder_config(config))[0])
 
 
 def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:

@@ -6,6 +6,9 @@ It refuses what is not a model; the callers decide which models are supported. A
 
 from __future__ import annotations
 
+import contextlib
+import copy
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -30,10 +33,23 @@ def check_is_model(
         )
 
 
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the layers that write text, given that of a model: itself, a part of it, or a changed copy."""
+    found: PreTrainedConfig = config.get_text_config(decoder=True)
+    if found.is_encoder_decoder and any(found is part for part in vars(config).values()):  # RAG's generator
+        found = found.get_text_config(decoder=True)
+    # transformers renames what begins with "decoder", and leaves T5's number of layers to the encoder's.
+    count = getattr(found, "num_decoder_layers", None)
+    if found.is_encoder_decoder and count is not None:
+        found = copy.copy(found)
+        with contextlib.suppress(NotImplementedError):  # ProphetNet's is a sum; its cache has more layers than it fills
+            found.num_hidden_layers = count
+    return found
+
+
 def text_config_of(model: PreTrainedModel) -> PreTrainedConfig:
     """The config of the text model: a part of a multi-modal model's, or that of an encoder-decoder's decoder."""
-    config: PreTrainedConfig = model.config.get_text_config(decoder=True)
-    return config
+    return decoder_config(model.config)
 
 
 def context_of(model: PreTrainedModel) -> int | None:

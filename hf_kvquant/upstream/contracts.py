@@ -78,6 +78,13 @@ CONTRACTS = (
     Contract("generate/hook.py", f"{_GENERATE}._valid_auto_compile_criteria", "model_kwargs generation_config"),
     Contract("generate/hook.py", f"{_GENERATE}._get_static_cache_init_shape"),
     Contract("generate/hook.py", f"{_MODEL}._can_set_attn_implementation"),
+    Contract("generate/watch.py", f"{_GENERATE}.generate", mentions="_prepare_cache_for_generation( paged"),
+    Contract(
+        "generate/switching.py",
+        "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM.prepare_inputs_for_generation",
+        f"input_ids {CACHE} attention_mask",
+        "original_max_position_embeddings",
+    ),
     Contract("models/layers.py", f"{_GENERATE}._supports_default_dynamic_cache"),
     Contract("models/layers.py", "transformers.cache_utils.get_layer_types_and_kwargs", "config"),
     Contract("models/text_config.py", "transformers.PreTrainedConfig.get_text_config", "decoder"),

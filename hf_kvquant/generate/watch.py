@@ -1,0 +1,85 @@
+"""`generate` of a patched model: as before, and a look afterwards whether a cache of ours has held its tokens.
+
+A model may have a `generate` that never asks for a cache, or drop the one that it is given. Nothing is quantised then,
+and only the memory that it takes would tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..cache.cache import KVQuantCache
+from ..models.parts import stand_ins
+from ..state import notes_on
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call of `generate` that is running.
+
+    Attributes:
+        caches: Those of ours that it was given or got.
+        is_left_alone: Whether it asked for another cache, or for none.
+    """
+
+    caches: list[KVQuantCache] = dataclasses.field(default_factory=list)
+    is_left_alone: bool = False
+
+    def why_unquantized(self) -> str | None:
+        """Why no cache of ours holds its tokens; `None` if one does, or none was asked for."""
+        if self.is_left_alone:
+            return None
+        if not self.caches:
+            return "its generate asks for no cache"
+        held = [storage for cache in self.caches for storage in cache.storages]
+        return "it has dropped its cache" if held and all(storage.is_empty for storage in held) else None
+
+
+def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+    """Replaces `generate` of a patched model; same arguments, same results.
+
+    `decode` is what runs instead of the class's own method, `None` if that is to run.
+    """
+    run = decode or type(model).generate
+    if kwargs.get("cache_implementation") == "paged":  # goes to a manager, which has pages
+        return run(model, *args, **kwargs)
+    call, notes = Call(), [notes_on(each) for each in (model, *stand_ins(model).values())]
+    is_outer = not notes[0].calls
+    for each in notes:
+        each.calls.append(call)
+    try:
+        result = run(model, *args, **kwargs)
+    finally:
+        for each in notes:
+            each.calls.remove(call)
+    notes[0].why_unquantized = call.why_unquantized()
+    if is_outer and notes[0].why_unquantized is not None:
+        _log_unquantized(type(model).__name__, notes[0].why_unquantized)
+    return result
+
+
+def note_cache(model: PreTrainedModel, cache: KVQuantCache | None) -> None:
+    """Tell the calls of `generate` that are running which cache of ours they have; `None` if they want another."""
+    for call in notes_on(model).calls:
+        if cache is None:
+            call.is_left_alone = True
+        else:
+            call.caches.append(cache)
+
+
+@functools.cache
+def _log_unquantized(name: str, why: str) -> None:
+    logger.warning(
+        "generate: %s has used no cache of hf_kvquant, so nothing was quantised: %s. Leave the model unpatched, or "
+        "patch the part of it that generates.",
+        name,
+        why,
+    )
