@@ -1,10 +1,10 @@
 """`patch`, `unpatch`, `patched`, `enable` and `disable`: how a model comes to use our cache and our attention.
 
 A patched model has our attention implementation in its config, which passes everything but our handles on to the one it
-had before. It also has two instance methods: `_prepare_cache_for_generation`, which makes our cache in `generate`, and
-`init_continuous_batching`, which makes the manager of `generate_batch`. With `capture=True` it has two more:
-`generate`, which decodes in our loop, and `get_compiled_call`, from which transformers' loops get the function that
-runs their steps.
+had before. It also has three instance methods: `_prepare_cache_for_generation`, which makes our cache in `generate`,
+`generate_batch`, which takes settings as arguments, and `init_continuous_batching`, which makes its manager. With
+`capture=True` it has two more: `generate`, which decodes in our loop, and `get_compiled_call`, from which transformers'
+loops get the function that runs their steps.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ register_preflight(lambda *args, **options: _preflight("check").run_preflight(*a
 def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     """Give a model the methods that its patch asks for, and remove what an earlier one left. `None` asks for none."""
     batching.close(model)
-    for name in (HOOK, batching.HOOK, *_CAPTURE_HOOKS):
+    for name in (HOOK, *batching.HOOKS, *_CAPTURE_HOOKS):
         model.__dict__.pop(name, None)
     notes_on(model).drop_buffers()
     keep(model, patch=patch)
@@ -110,10 +110,8 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     # Partials of module-level functions survive pickle and deepcopy with the model; bound methods would not.
     check = check_capturable if patch.config.capture else None
     setattr(model, HOOK, functools.partial(prepare_cache, model, check_capturable=check))
-    setattr(model, batching.HOOK, functools.partial(batching.init_continuous_batching, model))
-    if patch.config.capture:
-        for name, function in _CAPTURE_HOOKS.items():
-            setattr(model, name, functools.partial(function, model))
+    for name, function in {**batching.HOOKS, **(_CAPTURE_HOOKS if patch.config.capture else {})}.items():
+        setattr(model, name, functools.partial(function, model))
 
 
 def unpatch(model: Model) -> Model:

@@ -40,7 +40,8 @@ def test_all_that_is_kept_on_a_model_is_one_attribute() -> None:
     keep(model, smoothing="calibrated", value_rotation="rotated")
     assert {name for name in vars(model) if "hf_kvquant" in name} == {ATTRIBUTE}
     # What else is on it are the hooks of transformers that a patch replaces.
-    assert set(vars(model)) - before == {ATTRIBUTE, "_prepare_cache_for_generation", "init_continuous_batching"}
+    hooks = {"_prepare_cache_for_generation", "init_continuous_batching", "generate_batch"}
+    assert set(vars(model)) - before == {ATTRIBUTE, *hooks}
     unpatch(model)
     assert set(vars(model)) - before == {ATTRIBUTE}
     keep(model, transforms=None, smoothing=None, value_rotation=None)
