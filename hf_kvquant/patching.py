@@ -1,11 +1,12 @@
 """`patch`, `unpatch`, `patched`, `enable` and `disable`: how a model comes to use our cache and our attention.
 
 A patched model has our attention implementation in its config, which passes everything but our handles on to the one it
-had before. It also has three instance methods: `_prepare_cache_for_generation`, which makes our cache in `generate`;
-`generate`, which looks whether that cache was used; and `init_continuous_batching`, which makes the manager of
-`generate_batch`. With `capture=True`, `generate` decodes in our loop, and `get_compiled_call` is one more, from which
-transformers' loops get the function that runs their steps. Models that drop their caches at a length have
-`prepare_inputs_for_generation` of ours. If a model's `generate` is that of a part, the part gets these methods, too.
+had before. It also has four instance methods: `_prepare_cache_for_generation`, which makes our cache in `generate`;
+`generate`, which looks whether that cache was used; `generate_batch`, which takes settings as arguments; and
+`init_continuous_batching`, which makes its manager. With `capture=True`, `generate` decodes in our loop, and
+`get_compiled_call` is one more, from which transformers' loops get the function that runs their steps. Models that drop
+their caches at a length have `prepare_inputs_for_generation` of ours. If a model's `generate` is that of a part, the
+part gets these methods, too.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ register_preflight(lambda *args, **options: _preflight("check").run_preflight(*a
 def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     """Give a model the methods that its patch asks for, and remove what an earlier one left. `None` asks for none."""
     batching.close(model)
-    for name in (HOOK, batching.HOOK, _GENERATE, _COMPILED):
+    for name in (HOOK, *batching.HOOKS, _GENERATE, _COMPILED):
         model.__dict__.pop(name, None)
     notes_on(model).drop_buffers()
     notes_on(model).why_unquantized = None
@@ -126,7 +127,8 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     # Partials of module-level functions survive pickle and deepcopy with the model; bound methods would not.
     check = check_capturable if patch.config.capture else None
     setattr(model, HOOK, functools.partial(prepare_cache, model, check_capturable=check))
-    setattr(model, batching.HOOK, functools.partial(batching.init_continuous_batching, model))
+    for name, function in batching.HOOKS.items():
+        setattr(model, name, functools.partial(function, model))
     if hasattr(type(model), _GENERATE):
         decode = generate if patch.config.capture else None
         setattr(model, _GENERATE, functools.partial(watch.generate, model, decode=decode))

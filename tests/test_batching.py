@@ -725,6 +725,19 @@ def test_a_length_that_the_prompt_fills_gets_an_error_of_its_own(max_length: int
     )
 
 
+def test_settings_may_be_arguments() -> None:
+    """... which add to the config, and leave it as it is."""
+    config = generation(10)
+    with patched(models.llama(), "int8") as model:
+        expected = alone(model, [5, 6, 7], 4, suppress_tokens=[9])
+        options: dict[str, Any] = {"continuous_batching_config": settings(), "max_new_tokens": 4}
+        (output,) = model.generate_batch([[5, 6, 7]], config, suppress_tokens=[9], **options).values()
+        assert 9 not in expected and output.generated_tokens == expected
+        with pytest.raises(NotImplementedError, match="got num_beams=2"):
+            model.generate_batch([[5, 6, 7]], config, num_beams=2, **options)
+    assert config.to_diff_dict() == generation(10).to_diff_dict()
+
+
 def test_a_kept_manager_serves_no_other_settings() -> None:
     """... but other lengths, in tokens of the answer or of everything."""
     with patched(models.build("llama"), "int8") as model:
@@ -829,7 +842,7 @@ def test_the_context_manager_and_a_kept_manager() -> None:
         assert answered == [alone(model, prompt) for prompt in PROMPTS[:2]]
     unpatch(model)
     assert not hasattr(model, "_cached_continuous_batching_manager")
-    assert "init_continuous_batching" not in vars(model)
+    assert not {"init_continuous_batching", "generate_batch"} & set(vars(model))
 
 
 # --- its place on the model -------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_all_that_is_kept_on_a_model_is_one_attribute() -> None:
     keep(model, smoothing="calibrated", value_rotation="rotated")
     assert {name for name in vars(model) if "hf_kvquant" in name} == {ATTRIBUTE}
     # What else is on it are the hooks of transformers that a patch replaces.
-    hooks = {"_prepare_cache_for_generation", "generate", "init_continuous_batching"}
+    hooks = {"_prepare_cache_for_generation", "generate", "init_continuous_batching", "generate_batch"}
     assert set(vars(model)) - before == {ATTRIBUTE, *hooks}
     unpatch(model)
     assert set(vars(model)) - before == {ATTRIBUTE}

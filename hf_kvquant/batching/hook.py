@@ -1,16 +1,15 @@
-"""`init_continuous_batching` of a patched model, through which transformers comes to every manager."""
+"""The methods of a patched model through which transformers comes to every manager, and to its settings."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..state import notes_on
 from .support import WHERE, check_version
-
-HOOK = "init_continuous_batching"
 
 
 def init_continuous_batching(
@@ -59,6 +58,25 @@ def init_continuous_batching(
     if continuous_batching_config is None:
         continuous_batching_config = ContinuousBatchingConfig()
     return Manager(model, generation_config, continuous_batching_config, workload_hints)
+
+
+def generate_batch(
+    model: PreTrainedModel, inputs: list[list[int]], generation_config: Any = None, *args: Any, **options: Any
+) -> Any:
+    """Calls `ContinuousMixin.generate_batch`, with settings that are arguments, which it would drop (5.24).
+
+    Arguments and result are those of the method of transformers.
+    """
+    config = copy.deepcopy(model.generation_config if generation_config is None else generation_config)
+    config.update(**{name: value for name, value in options.items() if name != "continuous_batching_config"})
+    theirs: Any = type(model)
+    return theirs.generate_batch(model, inputs, config, *args, **options)
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "init_continuous_batching": init_continuous_batching,
+    "generate_batch": generate_batch,
+}
 
 
 def close(model: PreTrainedModel) -> None:

@@ -131,6 +131,11 @@ CONTRACTS = (
         is_replaced=True,
     ),
     Contract(
+        "batching/hook.py",
+        "transformers.generation.continuous_batching.continuous_api.ContinuousMixin.generate_batch",
+        "inputs generation_config",
+    ),
+    Contract(
         "batching/cache.py",
         f"{_LLAMA}.LlamaAttention.forward",
         mentions=f"{CACHE}.update( kwargs=kwargs **kwargs" if DO_MODELS_UPDATE_PAGES else "**kwargs",
