@@ -569,8 +569,12 @@ def test_weights_that_cannot_be_read_are_unknown(kind: str) -> None:
     assert len(run_preflight(model).layers) == 2
     with pytest.raises(
         PreflightError, match="must be checked in layer 0 before int8 is used, got no verdict: key chan"
-    ):
+    ) as raised:
         KVQuantConfig.for_model(model, "int8", measure=False)
+    message = str(raised.value)
+    assert message.count("for_model: ") == 1 and "Load the weights, or leave out measure=False. " in message
+    assert ("unknown: EightBits with int8 Parameter at " in message) == (kind == "quantised")
+    assert "Smooth the" not in message and "pass `tokenizer`" not in message
 
 
 def test_weights_that_are_nowhere() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -441,10 +442,13 @@ def _problems(layers: Sequence[LayerCheck], kld: float | None, default: str, *, 
                 found.append(Finding(index, KLD, layer.kld, limit, f"{layer.kld:.3g}", remedy, True))
             continue
         found += [finding for finding in layer.findings if finding.is_harmful]
-        unknown = [f"{signal} unknown: {reason}" for signal, reason in layer.signals.unknown.items()]
+        # A reason may be a whole error with a remedy of its own. What came is enough here.
+        whys = {signal: re.sub(r".*, got (.*?)(\. .*|$)", r"\1", why) for signal, why in layer.signals.unknown.items()}
+        unknown = [f"{signal} unknown: {why}" for signal, why in whys.items()]
         reasons = [layer.unmeasured] if layer.unmeasured else unknown
         if reasons:
-            remedy = "Load the weights, or pass `tokenizer` and `texts` to measure it"
+            measured = "pass `tokenizer` and `texts` to measure it" if layer.unmeasured else "leave out measure=False"
+            remedy = f"Load the weights, or {measured}"
             found.append(Finding(index, UNKNOWN, None, None, "; ".join(reasons).rstrip("."), remedy, True))
     if kld is not None and kld > LIMIT:
         found.append(Finding(None, KLD, kld, LIMIT, f"{kld:.3g}", default, True))
