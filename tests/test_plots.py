@@ -296,3 +296,19 @@ def test_labels_far_from_their_points_are_found(figures: list[Any], tmp_path: Pa
     assert misplaced(figure) == []
     figure.axes[0].texts[0].set_position((200, 60))
     assert misplaced(figure) == ["int8"]
+
+
+def test_labels_of_many_points_are_led_to_them(tmp_path: Path) -> None:
+    """Where there is no room beside a point, a thin line leads from the label to it."""
+    numbers = {"panel": {"x": [[1.0, 1.0]]}}
+
+    def lines(is_linked: bool) -> int:
+        path = tmp_path / f"{is_linked}.svg"
+        with plots.picture(path, numbers, "Many points") as [[axes]]:
+            for number in range(12):
+                point = (1.0, 1.0)
+                axes.plot(*point, marker="o")
+                plots.label(axes, f"label {number}", point, is_linked=is_linked)
+        return path.read_text(encoding="utf-8").count("stroke-width: 0.5")
+
+    assert lines(False) == 0 and lines(True) >= 6

@@ -10,7 +10,7 @@ from ..records import Record
 from ..report.plots import MARKERS, PALETTE, label, picture
 from .results import rows_of
 
-HEIGHT = 4.0  # inches of a panel
+HEIGHT = 5.0  # inches of a panel
 TITLE = "Distance from the unquantised cache, by true bits"
 
 # By panel and family, points from few bits to many: bits read, divergence and name.
@@ -42,7 +42,7 @@ def draw(path: Path, numbers: Numbers) -> None:
                 bits, klds, names = zip(*points, strict=True)
                 axes.plot(bits, klds, color=color, marker=marker, linestyle="None")
                 for name, x, y in zip(names, bits, klds, strict=True):
-                    label(axes, name, (x, y), color)
+                    label(axes, name, (x, y), color, is_linked=True)
             axes.set(title=f"{heading}: KL divergence, nats per token", xlabel="bits of a value, all included")
             axes.set_yscale("log")
             axes.margins(x=0.05, y=0.08)

@@ -69,6 +69,16 @@ PLACES = [
     *((7, sign * size, "left", "center") for size in range(18, 60, 3) for sign in (-1, 1)),
 ]
 
+# More of them, for labels with a line to their point.
+LINKED = "linked"
+FAR_PLACES = [
+    (sign * dx, dy, "left" if sign > 0 else "right", "center")
+    for dx in (20, 50, 90)
+    for size in range(0, 97, 12)
+    for dy in (size, -size)
+    for sign in (1, -1)
+]
+
 Points = Sequence[Sequence[float]]
 
 
@@ -108,10 +118,14 @@ def dark_rules() -> str:
     return f"@media (prefers-color-scheme: dark){{{''.join(rules)}}}"
 
 
-def label(axes: Any, text: str, point: Sequence[float], color: str = INK) -> None:
-    """Label a point, given in data coordinates. `place_labels` decides where the label stands."""
+def label(axes: Any, text: str, point: Sequence[float], color: str = INK, *, is_linked: bool = False) -> None:
+    """Label a point, given in data coordinates. `place_labels` decides where the label stands.
+
+    One that `is_linked` may stand further away, and then a line leads to its point: for pictures with many points.
+    """
     dx, dy, ha, va = PLACES[0]
-    axes.annotate(text, point, xytext=(dx, dy), textcoords="offset points", ha=ha, va=va, color=color)
+    found = axes.annotate(text, point, xytext=(dx, dy), textcoords="offset points", ha=ha, va=va, color=color)
+    found.set_gid(LINKED if is_linked else None)
 
 
 def place_labels(figure: Any) -> None:
@@ -146,8 +160,12 @@ def place_labels(figure: Any) -> None:
 
     # From the top down, so that labels stand in the order of the ends of their lines.
     for text in sorted(labels, key=lambda text: -text.axes.transData.transform(text.xy)[1]):
-        best = min(PLACES, key=lambda place: covered(moved(text, place)))
+        is_linked = text.get_gid() == LINKED
+        best = min(PLACES + FAR_PLACES if is_linked else PLACES, key=lambda place: covered(moved(text, place)))
         taken.append(moved(text, best).get_points())
+        if is_linked and (best in FAR_PLACES or abs(best[1]) > 9):
+            line = {"arrowstyle": "-", "color": text.get_color(), "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2}
+            text.axes.annotate("", text.xy, xytext=best[:2], textcoords="offset points", arrowprops=line)
 
 
 def style_of(name: str, number: int) -> dict[str, Any]:
