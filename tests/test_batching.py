@@ -960,6 +960,15 @@ def test_a_kept_manager_ends_with_its_weights() -> None:
         check_nothing_leaks(model)
 
 
+@pytest.mark.parametrize("length", [5, 58])
+def test_a_call_without_a_length_gets_as_many_tokens_as_from_generate(length: int) -> None:
+    prompt = torch.tensor([text(length)])
+    with patched(long_llama(), "int8") as model:
+        model.generation_config.continuous_batching_config = settings()
+        answered = model.generate(prompt, cache_implementation="paged")
+        assert answered.shape[-1] == length + 20  # plain generate warns that it takes 20
+
+
 def test_a_second_manager_beside_a_running_one_is_refused() -> None:
     message = "init_continuous_batching: `model` must have no running manager, got one that has."
     with patched(models.llama(), "int8") as model, managed(model) as manager:

@@ -31,6 +31,7 @@ from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer
 from .runner import Runner, max_blocks_of, settle_graphs
+from .settings import new_tokens_of
 from .support import WHERE, check_served, pages_of
 
 
@@ -201,9 +202,8 @@ class Manager(ContinuousBatchingManager):
         **options: Any,
     ) -> str | None:
         """See `ContinuousBatchingManager`. `max_length` holds as in generate; upstream leaves it out (5.24)."""
-        config = self.generation_config
-        if max_new_tokens is None and config.max_new_tokens is None and config.max_length is not None:
-            max_new_tokens = config.max_length - len(input_ids)
+        if max_new_tokens is None:
+            max_new_tokens = new_tokens_of(self.generation_config, len(input_ids))
         return super().add_request(input_ids, request_id, max_new_tokens, *args, **options)
 
     def stop(

@@ -78,6 +78,25 @@ def check_settings(model: PreTrainedModel, config: GenerationConfig) -> None:
         _tell_left_out("what the model's own generation config sets", _text(of_model))
 
 
+def new_tokens_of(config: GenerationConfig, num_tokens: int) -> int | None:
+    """How many tokens a request may get that brings no number of its own.
+
+    Args:
+        config: Of the manager.
+        num_tokens: Of the prompt.
+
+    Returns:
+        `None` if the config does not say.
+    """
+    if config.max_new_tokens is not None or config.max_length is None:
+        return config.max_new_tokens  # type: ignore[no-any-return]
+    defaults = GenerationConfig._get_default_generation_params()
+    # generate(cache_implementation="paged") has filled in everything. Its default length is that of the answer.
+    is_filled = all(getattr(config, name, None) is not None for name, value in defaults.items() if value is not None)
+    is_of_answer = is_filled and config.max_length == defaults["max_length"]
+    return int(config.max_length) - (0 if is_of_answer else num_tokens)
+
+
 def is_alike(config: GenerationConfig, other: GenerationConfig) -> bool:
     """Whether a manager that was made for one serves the other. Lengths are of requests."""
 
