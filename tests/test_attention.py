@@ -324,7 +324,7 @@ def test_queries_that_see_what_comes_later_fall_back() -> None:
     check(out, (weights @ value).transpose(1, 2), "output")
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
 def test_attention_of_another_kind_is_refused(name: str) -> None:
     handles, query = make_handles(), torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
     message = (

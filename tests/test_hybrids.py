@@ -6,6 +6,7 @@ Against the reference they are compared in `test_generate.py`, with all families
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import tolerances
 import torch
 from models import greedy, left_padded, logits
 from test_cache import through_pickle
+from transformers import CONFIG_MAPPING
 from transformers.cache_utils import DynamicCache
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, patch, patched
-from hf_kvquant.cache.layers import KVQuantHybridLayer
+from hf_kvquant.cache.layers import KVQuantHybridLayer, KVQuantHybridRingLayer
 from hf_kvquant.evaluation.measuring.simulation import simulated_cache, why_not_simulated
 from hf_kvquant.upstream.releases import cache_of, with_cache
 
@@ -206,3 +208,68 @@ def test_keys_have_centers_where_they_have_biases() -> None:
     with patched(model, "int8"):
         output = greedy(model, left_padded(), 3)
     assert first_of(cache_of(output)).storage.key_transform.center is not None
+
+
+# --- with a sliding window --------------------------------------------------------------------------------------------
+
+# By model type: Zaya attends by codes; Inkling 2 adds a bias of positions to the scores, and has a sink for each query.
+WINDOWED: dict[str, dict[str, Any]] = {
+    "zaya": {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
+    "inkling2_text": {
+        "swa_head_dim": 16, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "rel_extent": 16, "d_rel": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "unpadded_vocab_size": models.VOCAB_SIZE, "n_layers_per_attn_res_block": 2,
+    },
+}  # fmt: skip
+TYPES = ["hybrid_sliding", "hybrid"]
+NEW_TOKENS = 12  # beyond the window
+
+
+@pytest.fixture(params=WINDOWED)
+def windowed(request: pytest.FixtureRequest) -> Any:
+    if request.param not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers does not know {request.param}")
+    return models.build(
+        request.param, head_dim=16, hidden_size=64, sliding_window=6, layer_types=TYPES, **WINDOWED[request.param]
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_windows_with_a_state_are_those_of_transformers(windowed: Any, options: dict[str, Any]) -> None:
+    inputs = {name: value[1:2] for name, value in left_padded().items()} if "prompt" in str(options) else left_padded()
+    if "prompt" in str(options) and windowed._is_stateful:
+        pytest.skip("transformers does not assist it")
+    expected = greedy(windowed, inputs, NEW_TOKENS, **options)
+    with patched(windowed, "none"):
+        output = greedy(windowed, inputs, NEW_TOKENS, **options)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert all(isinstance(layer, KVQuantHybridLayer) for layer in cache_of(output).layers)
+
+
+def test_windows_with_a_state_are_quantised(windowed: Any) -> None:
+    with patched(windowed, "int8"):
+        cache = cache_of(greedy(windowed, left_padded(), NEW_TOKENS))
+        result = hf_kvquant.report(windowed, cache)
+    layers = [layer for layer in cache.layers if layer.is_sliding]
+    assert layers and {layer.formats for layer in result.layers} == {"int8"}
+    assert result.is_served == (windowed.config.model_type == "zaya")
+    assert all(isinstance(layer, KVQuantHybridRingLayer) and layer.get_max_length() == 6 for layer in layers)
+    assert all(layer.storage.is_quantized and layer.keys.shape[2] == 5 for layer in layers)
+    with patched(windowed, {"preset": "int8", "sliding": False}):
+        assert {layer.formats for layer in hf_kvquant.report(windowed).layers} == {"int8", None}
+
+
+def test_static_windows_with_a_state(windowed: Any) -> None:
+    config = {"preset": "none", "static": True}
+    if windowed.config.model_type == "zaya":
+        expected = greedy(windowed, left_padded(), NEW_TOKENS)
+        with patched(windowed, config):
+            output = greedy(windowed, left_padded(), NEW_TOKENS, disable_compile=True)
+        compare.assert_same(output.sequences, expected.sequences, "tokens")
+        return
+    message = (
+        "patch: `static` must be False for Inkling2ForCausalLM, got True: it has sliding windows that the masks of "
+        "transformers' generate for static caches leave out. Leave static and max_cache_len out."
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        patch(windowed, config)

@@ -32,8 +32,8 @@ _IGNORED = frozenset(
 )
 # ... the kernel supports these ...
 _SERVED = frozenset(("sliding_window", "softcap", "s_aux"))
-# ... and these are refused: sparse attention picks keys itself, and `sinks` differ from query to query.
-_REFUSED = frozenset(("indices", "block_indices", "sinks"))
+# ... and these are refused: sparse attention picks keys itself.
+_REFUSED = frozenset(("indices", "block_indices"))
 # Arguments about packed sequences or outputs, which change nothing where there is a cache.
 _HARMLESS = ("cu_seq_lens", "max_length", "output_", "return_", "num_items")
 _KNOWN = _IGNORED | _SERVED | _REFUSED
@@ -114,8 +114,7 @@ def attention(
         `[batch, q_len, num_q_heads, head_dim]`, and `None`; for raw tensors what `prev` returns.
 
     Raises:
-        NotImplementedError: Over a quantised cache, the call asks for attention weights, picks the keys itself or
-            has a sink for each query.
+        NotImplementedError: Over a quantised cache, the call asks for attention weights or picks the keys itself.
     """
     attend_densely = functools.partial(call_previous, prev, module, query, dropout=dropout, scaling=scaling, **kwargs)
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):

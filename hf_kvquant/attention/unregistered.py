@@ -26,6 +26,8 @@ from ..cache.cache import KVQuantCache
 from ..cache.handle import KVHandle
 from ..cache.layers import KVQuantLayer
 from ..cache.support import check_layers
+from ..models.layers import layers_of
+from ..models.text_config import text_config_of
 from ..ops import is_uneven
 from ..storage.layer_store import LayerStore
 from ..upstream.releases import CACHE
@@ -79,6 +81,10 @@ def check_static(model: PreTrainedModel, where: str) -> None:
             "builds ALiBi from a 2-D mask, and generate of this version of transformers makes a 4-D one for static "
             "caches"
         )
+    layer_types, _ = layers_of(text_config_of(model))
+    if "hybrid_sliding" in layer_types and not hasattr(model, "create_masks_for_generate"):
+        # Inkling. The function of transformers knows windows under the name `sliding_attention` only.
+        reason = "has sliding windows that the masks of transformers' generate for static caches leave out"
     if model.config.is_encoder_decoder:
         can_set: Callable[[], bool] = getattr(model.get_decoder(), "_can_set_attn_implementation", lambda: False)
         if not can_set():

@@ -21,7 +21,7 @@ from ..storage.layer_store import LayerStore
 from ..storage.offloading import Offloader
 from ..storage.rows import Ring
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
-from .support import WITH_STATE
+from .support import WITH_STATE, WITH_WINDOW
 
 
 class KVQuantLayer(CacheLayerMixin):
@@ -365,6 +365,10 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
         LinearAttentionLayer.prefetch(self)
 
 
+class KVQuantHybridRingLayer(KVQuantRingLayer, KVQuantHybridLayer):  # type: ignore[misc, override]
+    """A hybrid layer of a growing `KVQuantCache` whose attention has a sliding window."""
+
+
 def new_layer(
     layer_type: str,
     kwargs: Mapping[str, Any],
@@ -383,8 +387,12 @@ def new_layer(
         offloader: Of the cache. Layers with a sliding window stay on their device, since they do not grow.
         options: Of `LayerStore`.
     """
-    if layer_type == "sliding_attention":
+    if layer_type in WITH_WINDOW:
         storage = LayerStore(formats, window=kwargs["sliding_window"], **options)
-        return KVQuantLayer(storage, notes) if storage.is_static else KVQuantRingLayer(storage, notes)
-    storage = LayerStore(formats, offloader=offloader, **options)
-    return KVQuantHybridLayer(storage, notes, **kwargs) if layer_type in WITH_STATE else KVQuantLayer(storage, notes)
+    else:
+        storage = LayerStore(formats, offloader=offloader, **options)
+    is_ring = layer_type in WITH_WINDOW and not storage.is_static
+    if layer_type in WITH_STATE:
+        hybrid = KVQuantHybridRingLayer if is_ring else KVQuantHybridLayer
+        return hybrid(storage, notes, **{name: value for name, value in kwargs.items() if name != "sliding_window"})
+    return KVQuantRingLayer(storage, notes) if is_ring else KVQuantLayer(storage, notes)

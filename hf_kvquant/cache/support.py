@@ -33,8 +33,12 @@ _RECURRENT = frozenset(("conv", "linear_attention"))
 _FULL_ATTENTION = ("full_attention", "hybrid")
 
 
+# ... those with a window, which the config may leave out ...
+WITH_WINDOW = ("sliding_attention", "hybrid_sliding")
+
+
 # ... and those among them that also have a state, which transformers keeps.
-WITH_STATE = frozenset(("hybrid",))
+WITH_STATE = frozenset(("hybrid", "hybrid_sliding"))
 
 
 # Layers that have no state. CUDA graphs can capture these layers and ours, whose state is all on the device.
@@ -74,7 +78,7 @@ def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) ->
         layer_types: As `layers_of` returns them.
         quant_config: What the user asks for.
     """
-    kinds = (*_FULL_ATTENTION, "sliding_attention") if quant_config.sliding else _FULL_ATTENTION
+    kinds = (*_FULL_ATTENTION, *WITH_WINDOW) if quant_config.sliding else _FULL_ATTENTION
     return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
 
 
