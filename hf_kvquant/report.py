@@ -172,7 +172,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         )
     text_config = text_config_of(model)
     if cache is not None:
-        check_layers(WHERE, "cache", len(cache.layers), count_layers(text_config))
+        check_layers(WHERE, "cache", cache.num_layers, count_layers(text_config))
     others, shared, names = other_caches(model, config), shared_layers(text_config), named_types(text_config)
     why = None if cache is not None else notes_on(model).why_unquantized
     unused = "" if why is None else f"the last call of generate used no cache of hf_kvquant: {why}"

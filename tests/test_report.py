@@ -34,7 +34,7 @@ from hf_kvquant.graphs import capture
 from hf_kvquant.models.layers import count_layers
 from hf_kvquant.ops import kernels
 from hf_kvquant.storage import offloading
-from hf_kvquant.upstream.releases import cache_of, with_cache
+from hf_kvquant.upstream.releases import cache_of, is_since, with_cache
 
 KERNEL = {"cpu": f"CPU kernel, {ops.extension().cpu_capability()}", "cuda": "CUDA kernel"}  # type: ignore[union-attr]
 REINSTALL = ops.REINSTALL
@@ -121,6 +121,22 @@ def test_layers_that_read_the_cache_of_another(family: str) -> None:
         layer = report(model).layers[2]
     assert (layer.formats, layer.reads) == (None, 0)
     assert layer.reason == "its cache (sliding_attention) is not quantised"
+
+
+@pytest.mark.skipif(not is_since("5.24"), reason="it has no such model")
+def test_a_cache_that_the_model_adds_layers_to() -> None:
+    """Dory copies the layers over which it loops. Its cache still is one of its own."""
+    looped = {"n_input_layers": 1, "n_output_layers": 1, "sliding_window": 6, "recurrent_kv_cache_mode": "per_loop"}
+    model = models.build("dory", **{**models.COMMON, "num_hidden_layers": 4, **looped})
+    inputs = left_padded()
+    expected = greedy(model, inputs)
+    with patched(model, "none"):
+        cache = cache_of(greedy(model, inputs))
+        assert len(cache.layers) > len(report(model, cache).layers) == 4
+        text = expected.sequences[:, : cache.get_seq_length() + 2]
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, inputs["input_ids"].shape[1] :])], 1)
+        output = greedy(model, {"input_ids": text, "attention_mask": mask}, 1, **with_cache(cache))
+    assert cache_of(output) is cache, "it may be continued"
 
 
 def test_what_a_model_does_shows_after_it_has_run() -> None:

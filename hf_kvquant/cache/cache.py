@@ -105,7 +105,8 @@ class KVQuantCache(QuantizedCache):
         self.quant_config = quant_config
         self.is_static = max_cache_len is not None
         self.has_transforms = key_transforms is not None
-        self.notes = MaskNotes(len(layer_types))
+        self.num_layers = len(layer_types)  # `layers` may grow: Dory adds copies for the loops over its layers
+        self.notes = MaskNotes(self.num_layers)
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
         options: dict[str, Any] = {"max_cache_len": max_cache_len, "lengths": Lengths(pool), "pool": pool}
         offloader = Offloader() if quant_config.offloading else None

@@ -236,7 +236,7 @@ def _check_given(call: _Call) -> None:
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
-    check_layers("generate", CACHE, len(own.layers), count_layers(model.config))
+    check_layers("generate", CACHE, own.num_layers, count_layers(model.config))
     check_cross_attention(model, given, call.inputs)
     own.undo_step()
     _check_new_tokens(call, own)
