@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from test_preflight import biased, build, text, with_gains, with_outliers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CsmConfig, CsmForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 import hf_kvquant
 from hf_kvquant.models.probing import hooked
@@ -123,3 +123,28 @@ def test_signals_are_those_of_the_preflight(make: Any) -> None:
             assert ratios[0] == pytest.approx(ratios[1], rel=0.5, abs=0.02)
         assert found.bias_center is not None and expected.bias_center is not None
         torch.testing.assert_close(found.bias_center, expected.bias_center, rtol=1e-3, atol=1e-2)
+
+
+def csm() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 256, "num_codebooks": 4, "head_dim": 16}
+    depth = {**sizes, "num_hidden_layers": 4, "backbone_hidden_size": 64}
+    tokens = {"pad_token_id": 1, "codebook_pad_token_id": 1, "bos_token_id": 1, "audio_token_id": 1}
+    tokens |= {"audio_eos_token_id": 1, "codebook_eos_token_id": 0}
+    return CsmForConditionalGeneration(
+        CsmConfig(**sizes, **tokens, text_vocab_size=256, num_hidden_layers=2, depth_decoder_config=depth)
+    )
+
+
+def gemma4() -> Any:
+    theirs = pytest.importorskip("transformers.models.gemma4", reason="this release has no Gemma 4")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 96, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}
+    sizes |= {"num_hidden_layers": 6, "num_kv_shared_layers": 0, "head_dim": 16, "global_head_dim": 32}
+    return theirs.Gemma4ForCausalLM(theirs.Gemma4TextConfig(**sizes))
+
+
+@pytest.mark.parametrize("make", [csm, gemma4])
+def test_layers_unlike_those_of_the_config_are_no_obstacle(make: Any) -> None:
+    """A part with more layers than the model, and heads of two widths."""
+    hf_kvquant.unpatch(hf_kvquant.patch(make(), "int4"))

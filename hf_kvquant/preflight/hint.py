@@ -96,7 +96,10 @@ def _signals(
     before = _part(layer, "input_layernorm")
     if not all(map(_is_readable, filter(None, (projection, norm, before)))):
         return None
-    config = text_config_of(model).per_layer_config[index]
+    configs = text_config_of(model).per_layer_config
+    if index >= len(configs):  # of another part, which counts its own layers
+        return None
+    config = configs[index]
     head_dim = getattr(attention, "head_dim", None) or head_dim_of(config)
     if not isinstance(head_dim, int) or projection.weight.shape[0] % head_dim:
         return None
@@ -164,6 +167,8 @@ def _mean_turn(model: PreTrainedModel) -> Tensor:
 
 def _averaged(bias: Tensor, turn: Tensor) -> Tensor:
     """A bias as RoPE rotates it, averaged over positions, if the pairs are half-split, as behind most such names."""
+    if 2 * len(turn) > bias.shape[1]:  # frequencies of layers with wider heads
+        return bias
     first, second, rest = bias.split((len(turn), len(turn), bias.shape[1] - 2 * len(turn)), dim=1)
     mean = torch.complex(first, second) * turn
     return torch.cat((mean.real, mean.imag, rest), dim=1)
