@@ -113,7 +113,14 @@ def main() -> int:
     )
     parser.add_argument("--record", metavar="FILE", help="keep what is measured so far; run again to resume")
     parser.set_defaults(
-        load=lambda args: run, command="eval perplexity", rows=True, dataset=None, split=None, field=None
+        load=lambda args: run,
+        command="eval perplexity",
+        rows=True,
+        dataset=None,
+        split=None,
+        field=None,
+        threads=None,
+        limits={},
     )
     args = parser.parse_args()
     if args.mode == "all":

@@ -260,7 +260,7 @@ def test_picture(bench: ModuleType, tmp_path: Path) -> None:
         "1,000 tokens cost a step 250.0 µs with int4",
         "ms a step, one sequence (G)",
         "bf16, captured",
-        "64k",
+        "16k",
     ):
         assert text in drawn
 

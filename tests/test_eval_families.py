@@ -161,7 +161,9 @@ def test_reports(folder_of: Any, family: str, capsys: pytest.CaptureFixture[str]
     """... are without outliers, which cannot be put into these models' keys."""
     output = tmp_path / "report"
     words = ("--text", str(tmp_path / "text.txt"), "--window", str(WINDOW), "--tokens", "50", "--preset", "int8")
-    code, _, _, error = run(capsys, tmp_path, "report", folder_of(family), *words, "--skip", "tasks", output=output)
+    code, _, _, error = run(
+        capsys, tmp_path, "report", folder_of(family), *words, "--skip", "tasks", "--full", output=output
+    )
     assert code == 0, error
     assert "perplexity_outliers.json is left out. eval perplexity: nothing can be injected into " in error
     page = (output / "report.md").read_text(encoding="utf-8")

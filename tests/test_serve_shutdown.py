@@ -185,7 +185,7 @@ def test_settings_of_the_model_that_would_be_dropped(
     assert cli.main(["serve", str(path), *sizes]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        f"hf-kvquant: error: serve: `--preset int4` does not serve {path}. init_continuous_batching"
+        f"hf-kvquant: error: serve: `--preset int8` does not serve {path}. init_continuous_batching"
     )
     assert "got stop_strings=['a']. Leave out" in error and error.endswith("sets stop_strings.\n")
     assert error.count("\n") == 1
