@@ -231,7 +231,7 @@ MUTATIONS = [
             "batching",
         ),
         (
-            "return self._last_to_code.num_coded(0, length)",
+            "return length if layout is None else layout.num_coded(0, length)",
             "return length",
             "pages are shared before they have codes",
             "batching",

@@ -78,9 +78,11 @@ class PageAllocator(FullAttentionCacheAllocator):
         self.num_tails = int(any(page.has_tail for page in pages))
         self.num_columns = reference.NUM_TAIL_COLUMNS * self.num_tails
         self._with_tail: set[str] = set()
-        # Of all layers, the one whose tokens get their codes last: keys in blocks, behind the longest window.
+        # Of the layers whose tokens get their codes later, since these are keys in blocks: the longest window.
         self._last_to_code = max(
-            (page.layout for page in pages), key=lambda each: (each.key.block_size is not None, each.residual_length)
+            (page.layout for page in pages if page.layout.key.block_size is not None),
+            key=lambda each: each.residual_length,
+            default=None,
         )
         # Of requests that have taken over tokens: how many. See `reference.TailPages`.
         self._tail_from: dict[str, int] = {}
@@ -155,8 +157,9 @@ class PageAllocator(FullAttentionCacheAllocator):
         super().free_blocks(request_id, no_cache)
 
     def num_coded(self, length: int) -> int:
-        """How many of `length` tokens have their codes, in every layer."""
-        return self._last_to_code.num_coded(0, length)
+        """How many of `length` tokens have their codes, in every layer. Every step asks for each request."""
+        layout = self._last_to_code
+        return length if layout is None else layout.num_coded(0, length)
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """See `CacheAllocator`. Without its sinks, a block is not found."""

@@ -432,8 +432,8 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
 // --- scales of channels
 
 // A block of tokens to quantise, from row `row` of the planes on, whose first axis is at `slot`. Tokens before
-// `first_new` are read from the tail at `tail_slot`, behind its sinks; others are new. Tokens before `first_counted` do not count for
-// scales and get codes of 0.
+// `first_new` are read from the tail at `tail_slot`, behind its sinks; others are new. Tokens before `first_counted` do
+// not count for scales and get codes of 0.
 struct BlockOfTokens {
   int begin, slot, row, first_new, first_counted, tail_slot, sink_length;
 };
