@@ -464,7 +464,7 @@ MUTATIONS = [
     *of(
         "hf_kvquant/batching/manager.py",
         (
-            "max_new_tokens = config.max_length - len(input_ids)",
+            "max_new_tokens = new_tokens_of(self.generation_config, len(input_ids))",
             "pass",
             "a request goes on after `max_length`",
             "batching",
@@ -524,8 +524,8 @@ MUTATIONS = [
     *of(
         "hf_kvquant/batching/hook.py",
         (
-            "isinstance(kept, Manager) and kept.made_for.is_that_of(model)",
-            "isinstance(kept, Manager)",
+            "        and kept.made_for.is_that_of(model)\n",
+            "",
             "a kept manager shares pages from before the calibration",
             "batching",
         ),
