@@ -538,6 +538,90 @@ MUTATIONS = [
             "a kept manager shares pages of other weights",
             "batching",
         ),
+        (
+            "            self.look_at_model()\n",
+            "",
+            "a running manager shares pages of other weights",
+            "batching adapters",
+        ),
+        (
+            "                processor.look_at_model(is_suspect=True)\n",
+            "                processor.look_at_model()\n",
+            "a manager shares pages of weights that were written to through `.data`",
+            "batching",
+        ),
+        (
+            "            self.model_runner.forget_graphs()\n",
+            "",
+            "a captured step computes with other tensors",
+            "batching",
+        ),
+        (
+            "            self._has_looked = True\n",
+            "",
+            "requests that come together wait for as many looks at the model",
+            "batching",
+        ),
+        (
+            "        if pages_of != self._pages_of:\n            self._pages_of, self",
+            "        if True:\n            self._pages_of, self",
+            "a kept manager hashes all weights twice a call",
+            "batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/models/fingerprint.py",
+        (
+            "            facts.append(adapter_state(module))\n",
+            "            pass\n",
+            "a step of another adapter is replayed",
+            "adapters",
+        ),
+        (
+            "            facts.append((tuple(own",
+            "            ((tuple(own",
+            "a step from before a hook is replayed",
+            "adapters",
+        ),
+        (
+            "                    facts.append(part._version)\n",
+            "                    pass\n",
+            "a running manager shares pages of weights that were written to",
+            "batching",
+        ),
+        (
+            "                facts.append(part.data_ptr())\n",
+            "                pass\n",
+            "a captured step computes with tensors that were replaced",
+            "batching capture",
+        ),
+        (
+            'left_out = own["_non_persistent_buffers_set"] if with_writes else ()',
+            "left_out = ()",
+            "a forward that writes to a buffer ends the sharing of prefixes",
+            "batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/cache.py",
+        (
+            "        if self._began[request_id] < self._epoch:\n            return\n",
+            "",
+            "a request that runs on shares pages of the weights before",
+            "batching",
+        ),
+        (
+            "        self.evict_cached_blocks()\n        self.allocator",
+            "        self.allocator",
+            "pages that are forgotten are never free again",
+            "batching",
+        ),
+        (
+            "        if not no_cache and request_id in self.block_table:\n",
+            "        if not no_cache:\n",
+            "a request that was offloaded reads a tail for tokens that it took over",
+            "batching",
+        ),
     ),
     *of(
         "hf_kvquant/batching/manager.py",
@@ -888,8 +972,12 @@ MUTATIONS = [
     *of(
         "hf_kvquant/graphs/capture.py",
         ("        model.training,\n", "", "a step captured in training serves evaluation", "capture"),
-        ("        adapter_settings(model),\n", "", "a step of another adapter is replayed", "adapters"),
-        ("        tuple(_what_runs(model)),\n", "", "a step from before a hook is replayed", "adapters"),
+        (
+            "        fingerprint(model),\n",
+            "",
+            "a step of another adapter is replayed",
+            "adapters",
+        ),
         ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
         (
             "            storage.check_room(num_tokens)\n",

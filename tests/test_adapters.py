@@ -5,6 +5,7 @@ A CPU has no CUDA graphs; `test_capture.Recorded` takes their place, which repea
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
@@ -20,14 +21,17 @@ from test_capture import Recorded
 from test_compile import compiled_for
 from test_smoothing import assert_weights, smooth, snapshot
 from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.integrations import peft as transformers_peft
+from waiting import next_result
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, load_smoothing, patch, patched, rotate_values, unpatch, unrotate_values, unsmooth
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.graphs import capture
 from hf_kvquant.models.hashes import weights_hash
-from hf_kvquant.upstream.releases import with_cache
+from hf_kvquant.upstream.releases import HAS_PAGES, with_cache
 
 peft = pytest.importorskip("peft")
 # It warns of merged adapters, and uses what transformers is about to rename.
@@ -153,6 +157,38 @@ def test_hooks_are_noticed() -> None:
     unpatch(model)
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: -output)
     compare.assert_same(tokens_of(model), changed, "tokens")
+
+
+@pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
+@pytest.mark.parametrize("is_kept", [False, True], ids=["running", "kept"])
+def test_batches_share_no_pages_of_other_adapters(is_kept: bool) -> None:
+    """In a manager that runs all the time, and in one that is kept between calls."""
+    model = copy.deepcopy(models.llama(max_position_embeddings=1024))
+    unpatched = copy.deepcopy(model)
+    prompt = torch.randint(3, models.VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(0))
+    config = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS)
+    batching = ContinuousBatchingConfig(num_blocks=8, page_size=128, max_batch_tokens=512)
+    patch(model, "none")
+    wrapped, other = adapted(model, "one", "two"), adapted(unpatched, "one", "two")
+    with contextlib.ExitStack() as stack:
+        if not is_kept:
+            manager = stack.enter_context(model.continuous_batching_context_manager(config, True, None, batching))
+        seen = []
+        for name, step in STEPS.items():
+            step(wrapped)
+            step(other)
+            expected = unpatched.generate(prompt[None], generation_config=config)[0, len(prompt) :].tolist()
+            for _ in range(2):
+                if is_kept:
+                    options = {"continuous_batching_config": batching, "persistent_manager": True}
+                    (found,) = model.generate_batch([prompt.tolist()], config, **options).values()
+                else:
+                    manager.add_request(prompt.tolist())
+                    found = next_result(manager)
+                assert found.generated_tokens == expected, name
+            seen.append(tuple(expected))
+    assert len(set(seen)) > 4
+    unpatch(model)
 
 
 def test_compiled_steps_follow_the_adapter() -> None:

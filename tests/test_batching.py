@@ -21,12 +21,14 @@ from waiting import next_result
 
 from hf_kvquant import KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.attention.registry import is_ours
+from hf_kvquant.models.fingerprint import fingerprint
 from hf_kvquant.transforms.of_model import set_centers
 from hf_kvquant.upstream.releases import HAS_PAGES
 
 if HAS_PAGES:
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
+    from hf_kvquant.batching import manager as manager_module
     from hf_kvquant.batching import runner
     from hf_kvquant.batching.runner import max_blocks_of, settle_graphs
 
@@ -63,13 +65,16 @@ def batched(model: Any, prompts: list[list[int]], new_tokens: int = 10, **option
 
 def check_nothing_leaks(model: Any) -> None:
     """All memory is free, once pages that are kept for later requests are given up. Destroys the kept manager."""
-    cache = model._cached_continuous_batching_manager.batch_processor.cache
+    check_all_is_free(model._cached_continuous_batching_manager.batch_processor.cache)
+    model.destroy_cached_continuous_batching_manager()
+    assert is_ours(model.config._attn_implementation) and "pages" not in model.config._attn_implementation
+
+
+def check_all_is_free(cache: Any) -> None:
     assert cache.allocator.block_table == {}
     cache.evict_cached_blocks()
     cache.pool.try_to_free_sectors()
     assert cache.pool.num_free_sectors == cache.num_sectors
-    model.destroy_cached_continuous_batching_manager()
-    assert is_ours(model.config._attn_implementation) and "pages" not in model.config._attn_implementation
 
 
 class Answer(list[int]):
@@ -327,6 +332,7 @@ def test_offloading_keeps_what_a_request_took_over() -> None:
         allocator.allocate_cache_to_request("b", 256, 1)
         assert allocator.pages_of("b")[1] == 256 and allocator.pages_of("a")[1] == 0
         allocator.free_blocks("b", no_cache=True)
+        allocator.free_blocks("b")  # transformers' scheduler does that, too
         allocator.allocate_cache_to_request("b", 256 + 1, 1)
         assert allocator.pages_of("b")[1] == 256
         allocator.free_blocks("b", no_cache=True)
@@ -334,7 +340,7 @@ def test_offloading_keeps_what_a_request_took_over() -> None:
         assert allocator.pages_of("b")[1] == 0, "it begins anew"
         allocator.acquire_prefix_blocks("c", 256, allocator.block_table["a"][1:])
         allocator.free_blocks("c")
-        assert not allocator._tail_from
+        assert not allocator._tail_from and allocator._began.keys() == {"a", "b"}
         cache.free_all_requests()
 
 
@@ -951,13 +957,166 @@ def test_a_kept_manager_ends_with_its_weights() -> None:
             output.generated_tokens for output in model.generate_batch([prompt], generation(4), **options).values()
         ]
         assert model._cached_continuous_batching_manager is manager and len(again) == len(before)
-        torch.manual_seed(1)
-        changed = {name: weight + 0.05 * torch.randn_like(weight) for name, weight in model.state_dict().items()}
-        model.load_state_dict(changed)
+        load(model)
         (after,) = model.generate_batch([prompt], generation(4), **options).values()
         assert model._cached_continuous_batching_manager is not manager
         assert after.generated_tokens == alone(model, prompt, 4)
         check_nothing_leaks(model)
+
+
+def new_weights(model: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {name: weight + 0.05 * torch.randn_like(weight) for name, weight in model.state_dict().items()}
+
+
+def load(model: Any) -> None:
+    model.load_state_dict(new_weights(model))
+
+
+def write_to_data(model: Any) -> None:
+    """torch does not count such a write."""
+    for name, weight in new_weights(model).items():
+        model.get_parameter(name).data.copy_(weight)
+
+
+def replace(model: Any) -> None:
+    model.load_state_dict(new_weights(model), assign=True)
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output.flip(-1))
+
+
+@contextlib.contextmanager
+def counted_prompts(manager: Any) -> Iterator[list[int]]:
+    """How many tokens of each request its first step has, in a list."""
+    counts: list[int] = []
+    search: Any = manager.batch_processor.cache.search_prefix_match
+
+    def counted(request_id: str, tokens: list[int]) -> Any:
+        found = search(request_id, tokens)
+        counts.append(len(tokens) - found)
+        return found
+
+    manager.batch_processor.cache.search_prefix_match = counted
+    yield counts
+
+
+@pytest.mark.parametrize(
+    ("change", "is_paused"),
+    [(load, False), (replace, False), (hook, False), (load, True), (write_to_data, True)],
+)
+@pytest.mark.parametrize("preset", ["int8", K4V2], ids=str)
+def test_a_running_manager_forgets_pages_of_other_weights(preset: Any, change: Any, is_paused: bool) -> None:
+    """... and shares those of the new ones."""
+    page = PAGE if preset == "int8" else 256
+    prompt, chunk = text(page + 20), {"prefill_chunk_size": page}
+    with patched(long_llama(), preset) as model:
+        with managed(model, 4, page_size=page, max_batch_tokens=512) as manager, counted_prompts(manager) as counts:
+            before = [answers(manager, [prompt])[0] for _ in range(2)]
+            with manager.pause() if is_paused else contextlib.nullcontext():
+                change(model)
+            after = [answers(manager, [prompt])[0] for _ in range(2)]
+            manager.stop(keep_for_next_session=True)
+            check_all_is_free(manager.batch_processor.cache)
+        assert counts == [page + 20, 20, page + 20, 20]
+        assert after[0] == alone(model, prompt, 4) and after[0] != before[0]
+        assert after[1] == alone(model, prompt, 4, **chunk)
+
+
+def test_buffers_that_are_not_saved_may_be_written_to() -> None:
+    """A forward may do that, as those do whose RoPE grows with a text."""
+    prompt = text(PAGE + 20)
+    with patched(long_llama(), "int8") as model:
+        with managed(model, 4, max_batch_tokens=512) as manager, counted_prompts(manager) as counts:
+            for _ in range(2):
+                answers(manager, [prompt])
+                model.model.rotary_emb.inv_freq.mul_(1.0)
+        assert counts == [PAGE + 20, 20]
+
+
+def test_weights_made_in_inference_mode_are_served() -> None:
+    """torch counts no writes to them. To replace them is noticed."""
+    with torch.inference_mode():
+        model = models.build("llama")
+    before = fingerprint(model, with_writes=True)
+    with patched(model, "int8"):
+        assert batched(model, PROMPTS[:2]) == [alone(model, prompt) for prompt in PROMPTS[:2]]
+    assert fingerprint(model, with_writes=True) == before
+    replace(model)
+    assert fingerprint(model, with_writes=True) != before
+
+
+def test_requests_that_wait_in_a_pause_find_no_pages_of_other_weights() -> None:
+    """They were added before it, and are served after it."""
+    prompt = text(PAGE + 20)
+    with patched(long_llama(), "int8") as model:
+        with managed(model, 4, max_batch_tokens=512, max_requests_per_batch=1) as manager:
+            answers(manager, [prompt])
+            manager.add_request(text(30, 1), "long", max_new_tokens=60, streaming=True)
+            next_result(manager, "long")
+            manager.add_request(prompt, "short")
+            while not manager.batch_processor.scheduler.waiting_requests:
+                next_result(manager, "long")
+            with manager.pause():
+                assert "short" in manager.batch_processor.scheduler.waiting_requests
+                load(model)
+            while (result := next_result(manager)).request_id != "short":
+                pass
+        assert result.generated_tokens == alone(model, prompt, 4)
+
+
+def test_a_request_that_runs_on_with_other_weights_shares_no_pages() -> None:
+    """Neither what it held then nor what it adds, which attends to that."""
+    prompt = text(PAGE - 10)
+    with patched(long_llama(), "int8") as model:
+        with managed(model, 4, max_batch_tokens=512) as manager, counted_prompts(manager) as counts:
+            manager.start()
+            manager.add_request(prompt, "long", max_new_tokens=3 * PAGE, streaming=True)
+            next_result(manager, "long")
+            with manager.pause():
+                load(model)
+            while not (result := next_result(manager, "long")).is_finished():
+                pass
+            again = prompt + result.generated_tokens[: 2 * PAGE]
+            manager.add_request(again, "again", max_new_tokens=4)
+            answer = next_result(manager, "again").generated_tokens
+        assert counts == [len(prompt), len(again)]
+        with managed(model, 4, max_batch_tokens=512) as fresh:  # generate would take token 0 for padding
+            assert answers(fresh, [again]) == [answer]
+
+
+def test_captured_steps_of_other_tensors_are_forgotten() -> None:
+    """Those that read the same tensors, with other numbers, are kept."""
+    with patched(models.build("llama"), "int8") as model, managed(model) as manager:
+        graphs = manager.batch_processor.inputs_and_outputs.graphs
+        load(model)
+        manager.batch_processor.look_at_model()
+        assert manager.batch_processor.inputs_and_outputs.graphs is graphs
+        replace(model)
+        manager.batch_processor.look_at_model()
+        assert manager.batch_processor.inputs_and_outputs.graphs is not graphs
+
+
+def test_the_model_is_looked_at_once_for_requests_that_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its weights are hashed for managers that are kept alone, once for equal weights."""
+    looked, hashed = [], []
+    look, weights_hash = manager_module.Processor.look_at_model, manager_module.weights_hash
+    monkeypatch.setattr(
+        manager_module.Processor, "look_at_model", lambda self, **options: looked.append(1) or look(self, **options)
+    )
+    monkeypatch.setattr(manager_module, "weights_hash", lambda model: hashed.append(1) or weights_hash(model))
+    with patched(models.build("llama"), "int8") as model:
+        with managed(model) as manager:
+            for _ in range(100):
+                manager.add_request([5, 6, 7])  # before the first step
+            manager.start()
+            for _ in range(100):
+                next_result(manager)
+        assert len(looked) == 2 and not hashed  # once at the end
+        for _ in range(2):
+            model.generate_batch([[5, 6, 7]], generation(2), settings(), persistent_manager=True)
+        assert len(hashed) == 2  # when it is kept, and when it is found again
 
 
 @pytest.mark.parametrize("length", [5, 58])

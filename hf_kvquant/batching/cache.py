@@ -86,6 +86,8 @@ class PageAllocator(FullAttentionCacheAllocator):
         )
         # Of requests that have taken over tokens: how many. See `reference.TailPages`.
         self._tail_from: dict[str, int] = {}
+        self._epoch = 0  # how often all pages have been forgotten
+        self._began: dict[str, int] = {}  # of each request: the epoch
         self.sinks: KeptSinks | None = None
         self._sinks_of: dict[str, Tensor] = {}  # of requests that are to get a tail
         self._pages: dict[str, tuple[list[int], Tensor]] = {}
@@ -138,6 +140,7 @@ class PageAllocator(FullAttentionCacheAllocator):
         blocks = self.block_table.setdefault(request_id, [])
         if past_length == 0:
             self._tail_from.pop(request_id, None)  # it was to be offloaded, and begins anew
+            self._began[request_id] = self._epoch
         if self.num_tails and request_id not in self._with_tail:
             blocks[:0] = self.pool.get_free_blocks(self.index, self.num_tails)
             self._with_tail.add(request_id)
@@ -148,12 +151,16 @@ class PageAllocator(FullAttentionCacheAllocator):
         )
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """See `CacheAllocator`. Without `no_cache`, the request ends; with it, its blocks may come back."""
+        """See `CacheAllocator`. Without `no_cache`, the request ends; with it, its blocks may come back.
+
+        transformers says both, one after the other, of a request that it offloads.
+        """
+        if not no_cache and request_id in self.block_table:
+            self._tail_from.pop(request_id, None)
+            self._began.pop(request_id, None)
         self._with_tail.discard(request_id)
         self._pages.pop(request_id, None)
         self._sinks_of.pop(request_id, None)
-        if not no_cache:
-            self._tail_from.pop(request_id, None)
         super().free_blocks(request_id, no_cache)
 
     def num_coded(self, length: int) -> int:
@@ -170,7 +177,7 @@ class PageAllocator(FullAttentionCacheAllocator):
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
         """See `CacheAllocator`. The tail that the request will have lacks these tokens, and gets their sinks."""
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
-        self._tail_from[request_id] = prefix_len
+        self._tail_from[request_id], self._began[request_id] = prefix_len, self._epoch
         sinks = None if self.sinks is None else self.sinks.get(block_ids[0])
         if sinks is not None:
             self._sinks_of[request_id] = sinks
@@ -197,10 +204,13 @@ class PageAllocator(FullAttentionCacheAllocator):
             self._with_tail.add(dest_request_id)
         if source_request_id in self._tail_from:
             self._tail_from[dest_request_id] = self._tail_from[source_request_id]
+        self._began[dest_request_id] = self._began[source_request_id]
         return copied, fresh
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """See `CacheAllocator`. The first block of tokens is not that of the tail."""
+        if self._began[request_id] < self._epoch:
+            return
         with self._tokens_alone(request_id) as tail:
             blocks, known = self.block_table[request_id], self.ledger.block_to_hash
             unknown = {blocks[0]} - known.keys()
@@ -208,6 +218,12 @@ class PageAllocator(FullAttentionCacheAllocator):
             first = blocks[0]  # by now perhaps that of another request with the same tokens
             if self.sinks is not None and first in known and (first in unknown or self.sinks.get(first) is None):
                 self.sinks.keep(first, tail[0])
+
+    def forget_pages(self) -> None:
+        """Let no later request take over tokens of earlier ones. Call `PagedCache.forget_pages`."""
+        self._epoch += 1
+        self.ledger.hash_to_block.clear()
+        self.ledger.block_to_hash.clear()
 
     def pages_of(self, request_id: str) -> Tensor:
         """The row of a request in a page table, `[columns]` int32 on the host, to be read only.
@@ -379,6 +395,11 @@ class PagedCache(PagedAttentionCache):
         """See `PagedAttentionCache`. A request that was offloaded counts all of its blocks anew."""
         most = self.allocator.num_coded(state.current_len()) // self.allocator.tokens_per_page
         super().mark_complete_blocks(state, {name: min(count, most) for name, count in complete_blocks.items()})
+
+    def forget_pages(self) -> None:
+        """Let no later request take over tokens of earlier ones. Requests go on with those that they hold."""
+        self.evict_cached_blocks()
+        self.allocator.forget_pages()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0, for models that ask although they are told positions, such as OPT; others are refused."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..attention.registry import implementation_name, set_attention
-from ..graphs.capture import key_of_model
+from ..models.fingerprint import fingerprint
 from ..models.hashes import weights_hash
 from ..models.sharding import why_not_captured
 from ..models.text_config import text_config_of
@@ -41,12 +41,23 @@ class Processor(ContinuousBatchProcessor):
     transformers clears the inputs of steps on the current stream, and copies those of the first step on another one
     without waiting (5.23). The first answers of a manager then came from cleared inputs now and then. So here whatever
     clears them waits until they are clear.
+
+    Weights and adapters may change while it runs. Then pages that are kept for later requests are forgotten, and so are
+    captured steps that read other tensors.
+
+    Args:
+        model: Whose pages and steps these are.
+        **options: See `ContinuousBatchProcessor`.
     """
 
     cache: PagedCache
+    model_runner: Runner
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, model: Any, **options: Any) -> None:
         super().__init__(**options)
+        self._model = model
+        self._pages_of, self._steps_of = fingerprint(model, with_writes=True), fingerprint(model)
+        self._has_looked = False  # in the present step
         # Not a new runner beside theirs: it would free the memory pool that theirs has just made, and that aborts a
         # process in which a capture has failed before (torch 2.11). A Runner has no attributes of its own.
         self.model_runner.__class__ = Runner
@@ -72,10 +83,31 @@ class Processor(ContinuousBatchProcessor):
                 "continuous batching: `max_new_tokens`, or else `max_length` without the prompt, must be at least 1, "
                 f"got {state.max_new_tokens}. Set a larger one."
             )
+        if not self._has_looked:
+            self.look_at_model()
+            self._has_looked = True
         self._add_waiting(state)
+
+    def look_at_model(self, *, is_suspect: bool = False) -> None:
+        """Forget what does not fit the model any more. Called by the thread of the loop, or while that is paused.
+
+        Args:
+            is_suspect: Whether weights may have changed in a way that `fingerprint` does not show.
+        """
+        found = fingerprint(self._model, with_writes=True)
+        if found == self._pages_of and not is_suspect:
+            return
+        self._pages_of = found
+        self.cache.forget_pages()
+        steps_of = fingerprint(self._model)
+        if steps_of != self._steps_of:
+            self._steps_of = steps_of
+            self._wait_for_device()  # a step may be under way
+            self.model_runner.forget_graphs()
 
     def prepare_next_batch(self) -> bool:
         """See `ContinuousBatchProcessor`. Requests that fill all pages get an error, and the others go on (5.23)."""
+        self._has_looked = False
         for state in list(self.scheduler.active_requests.values()):
             if state.current_len() >= self.cache.room:
                 self._end_outgrown(state)
@@ -110,11 +142,19 @@ class Purpose:
 
     def __init__(self, model: Any) -> None:
         self._state = state_of(model)  # another one after calibration
-        self._key, self._hash = key_of_model(model), weights_hash(model)
+        self._steps_of = fingerprint(model)
+        self._pages_of: Hashable = None
+        self._hash = ""  # until the manager is kept: it takes 50 ms
+
+    def keep(self, model: Any) -> None:
+        """Note the weights whose pages are kept. Weights that are not the model's are out of the pages by now."""
+        pages_of = fingerprint(model, with_writes=True)
+        if pages_of != self._pages_of:
+            self._pages_of, self._hash = pages_of, weights_hash(model)
 
     def is_that_of(self, model: Any) -> bool:
-        """Whether a manager of this model would be made for the same."""
-        is_same = self._state is state_of(model) and self._key == key_of_model(model)
+        """Whether a kept manager of this model would be made for the same."""
+        is_same = self._state is state_of(model) and self._steps_of == fingerprint(model)
         return is_same and self._hash == weights_hash(model)
 
 
@@ -130,7 +170,7 @@ class Manager(ContinuousBatchingManager):
         workload_hints: Likewise.
 
     Attributes:
-        made_for: Weights, adapters and the user's wishes as they are now; they may change.
+        made_for: Weights, adapters and the user's wishes; they may change.
 
     Raises:
         ImportError, NotImplementedError, ValueError: See `check_served` and `pages_of`. The model is unchanged.
@@ -216,7 +256,27 @@ class Manager(ContinuousBatchingManager):
         """See `ContinuousBatchingManager`. If the thread goes on for a while, it restores the attention at its end."""
         super().stop(block, timeout, keep_for_next_session, hard_stop)
         if not self.is_running():
-            self._restore_attention(self.model)
+            self._leave_model()
+
+    def _leave_model(self) -> None:
+        """Give the model its attention back, and note its weights if this manager is kept."""
+        self._restore_attention(self.model)
+        if getattr(self.model, "_cached_continuous_batching_manager", None) is self:
+            self.made_for.keep(self.model)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """See `ContinuousBatchingManager`. Pages of earlier requests are not found again after it.
+
+        Those who pause write to the weights, also through `.data`. Requests that run go on with the tokens they hold.
+        """
+        with super().pause():
+            try:
+                yield
+            finally:
+                processor = self.batch_processor
+                assert isinstance(processor, Processor)
+                processor.look_at_model(is_suspect=True)
 
     def destroy(self) -> None:
         """See `ContinuousBatchingManager`. Frees the captured steps at once, also of a manager that is only kept.
@@ -231,7 +291,9 @@ class Manager(ContinuousBatchingManager):
 
     def _run_generation_loop(self, *args: Any, **options: Any) -> None:
         super()._run_generation_loop(*args, **options)
-        self._restore_attention(self.model)
+        if isinstance(self.batch_processor, Processor):
+            self.batch_processor.look_at_model()
+        self._leave_model()
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = self.batch_processor
@@ -248,6 +310,7 @@ class Manager(ContinuousBatchingManager):
         update_cb_config_after_cache_creation(batching, cache.num_blocks, cache.max_batch_tokens)
         scheduler: Any = SCHEDULER_MAPPING[batching.scheduler_type]
         return Processor(
+            model=model,
             cache=cache,
             config=text_config,
             generation_config=self.generation_config,

