@@ -460,6 +460,48 @@ MUTATIONS = [
             "a kept manager answers by the settings of before",
             "batching",
         ),
+        (
+            "        completed = prepare(config)[0]\n",
+            "        completed = copy.deepcopy(config or model.generation_config)\n",
+            "the end token and other settings of the model are dropped",
+            "batching",
+        ),
+        (
+            "    setattr(config, _IS_COMPLETE, True)\n",
+            "",
+            "an argument cannot switch off what the model brings",
+            "batching",
+        ),
+        (
+            "        if is_of_answer:\n            completed.max_new",
+            "        if False:\n            completed.max_new",
+            "paged generate without a length goes on to the end token",
+            "batching",
+        ),
+        (
+            "        if is_of_answer or (given",
+            "        if is_of_answer and (given",
+            "requests without a length end after generate's 20 tokens",
+            "batching",
+        ),
+        (
+            "    if wanted != patch.config:\n",
+            "    if False:\n",
+            "a cache config of another preset is ignored",
+            "batching_support",
+        ),
+        (
+            "in _OF_END and not _end_tokens(config.eos_token_id))",
+            "in _OF_END)",
+            "an end token comes before `min_new_tokens`",
+            "batching_support",
+        ),
+        (
+            "    if asked and _end_tokens(end_tokens)",
+            "    if False and _end_tokens(end_tokens)",
+            "the end token of a request comes before `min_new_tokens`",
+            "batching",
+        ),
     ),
     *of(
         "hf_kvquant/batching/manager.py",

@@ -674,12 +674,13 @@ def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory(preset: Any, num_block
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "top_k": 20}, {"top_p": 0.8}])
 def test_sampling_and_its_probabilities_are_those_of_transformers(options: dict[str, Any]) -> None:
-    """Over pages that hold tokens as they are, against transformers' own pages."""
+    """Over pages that hold tokens as they are, against transformers' own pages. These leave out generate's `top_k`."""
     model, answered = models.llama(), []
     for is_patched in (True, False):
+        fill = {} if is_patched or "top_k" in options else {"top_k": 50}
         with patched(model, "none") if is_patched else contextlib.nullcontext():
             outputs = model.generate_batch(
-                PROMPTS, generation(10, do_sample=True, **options), settings(seed=3, return_logprobs=True)
+                PROMPTS, generation(10, do_sample=True, **fill, **options), settings(seed=3, return_logprobs=True)
             )
         answered.append(list(outputs.values()))
     for ours, theirs in zip(*answered, strict=True):
@@ -705,6 +706,8 @@ NARROW: list[dict[str, Any]] = [
         {"max_new_tokens": None, "max_length": 9},
         {"max_new_tokens": 4, "max_length": 9},
         {"eos_token_id": [*range(0, models.VOCAB_SIZE, 5)]},
+        {"min_new_tokens": 6},
+        {"min_length": 6},
     ],
     ids=str,
 )
@@ -718,6 +721,83 @@ def test_settings_that_hold_are_those_of_generate(options: dict[str, Any]) -> No
         outputs = model.generate_batch([[5, 6, 7], [11]], config, settings())
     assert [each.generated_tokens for each in outputs.values()] == expected
     assert [each.error for each in outputs.values()] == [None, None]
+
+
+# What a model's own generation config may bring: with each, `generate` answers something else.
+BROUGHT: list[dict[str, Any]] = [
+    {"eos_token_id": [*range(0, models.VOCAB_SIZE, 5)]},
+    {"max_length": 9},
+    {"suppress_tokens": [*range(1, models.VOCAB_SIZE, 2)]},
+    {"do_sample": True, "top_k": 1, "suppress_tokens": [*range(3, models.VOCAB_SIZE, 2)]},
+]
+
+
+@pytest.mark.parametrize("brought", BROUGHT, ids=str)
+@pytest.mark.parametrize("way", ["generate_batch", "manager", "paged"])
+def test_what_a_config_leaves_out_comes_from_the_model_as_in_generate(way: str, brought: dict[str, Any]) -> None:
+    prompt = [5, 6, 7]
+    config = GenerationConfig(pad_token_id=0, max_new_tokens=None if "max_length" in brought else 10)
+    model = models.build("llama")
+    plain = alone(model, prompt)
+    model.generation_config.update(**brought)
+    with patched(model, "none"):
+        expected = model.generate(torch.tensor([prompt]), generation_config=config)[0, 3:].tolist()
+        assert list(plain) != expected
+        if way == "paged":
+            options = {"cache_implementation": "paged", "continuous_batching_config": settings()}
+            found = model.generate(torch.tensor([prompt]), generation_config=config, **options)[0, 0, 3:].tolist()
+        elif way == "manager":
+            with model.continuous_batching_context_manager(config, continuous_batching_config=settings()) as manager:
+                (found,) = answers(manager, [prompt])
+        else:
+            (output,) = model.generate_batch([prompt], config, settings()).values()
+            found = output.generated_tokens
+    assert found == expected
+
+
+@pytest.mark.parametrize("way", ["generate_batch", "paged"])
+def test_an_argument_may_switch_off_what_the_model_brings(way: str) -> None:
+    """`None` in a config leaves a setting to the model; as an argument, it does not. Both as in generate."""
+    model, prompt = models.build("llama"), [5, 6, 7]
+    with patched(model, "int8"):
+        expected = alone(model, prompt)
+        model.generation_config.update(eos_token_id=expected[2], suppress_tokens=expected[:2])
+        options: dict[str, Any] = {"eos_token_id": None, "suppress_tokens": None, "max_new_tokens": 10}
+        options["continuous_batching_config"] = settings()
+        if way == "paged":
+            found = model.generate(torch.tensor([prompt]), cache_implementation="paged", **options)[0, 0, 3:].tolist()
+        else:
+            (output,) = model.generate_batch([prompt], **options).values()
+            found = output.generated_tokens
+    assert found == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 0}, {"top_k": 3}], ids=str)
+def test_as_many_tokens_take_part_in_sampling_as_in_generate(options: dict[str, Any]) -> None:
+    """50 of them, unless something else is said."""
+    with patched(models.build("llama"), "none") as model:
+        with torch.no_grad():
+            best = model(torch.tensor([[5, 6, 7]])).logits[0, -1].argsort(descending=True).tolist()
+        config = generation(1, do_sample=True, temperature=100.0, num_return_sequences=400, **options)
+        outputs = model.generate_batch([[5, 6, 7]], config, settings(num_blocks=16, max_batch_tokens=512, seed=1))
+        found = {best.index(output.generated_tokens[0]) for output in outputs.values()}
+    most = options.get("top_k", 50) or models.VOCAB_SIZE
+    assert most - 5 < len(found) <= most and max(found) < most
+
+
+def test_an_end_token_of_a_request_may_not_come_too_early() -> None:
+    config = generation(10, min_new_tokens=5)
+    with patched(models.llama(), "int8") as model:
+        expected = alone(model, [5, 6, 7])
+        with model.continuous_batching_context_manager(config, continuous_batching_config=settings()) as manager:
+            manager.add_request([5, 6, 7], eos_token_id=[expected[2], 3])
+            refused = next_result(manager)
+            (answer,) = answers(manager, [[5, 6, 7]])
+    assert refused.error == (
+        "continuous batching: `eos_token_id` of a request must be left out by a manager with min_new_tokens=5, got "
+        f"{sorted([expected[2], 3])}: the end token could come earlier. Leave one of the two out."
+    )
+    assert answer == expected
 
 
 @pytest.mark.parametrize("max_length", [3, 1])

@@ -268,11 +268,11 @@ def test_our_objects_have_every_attribute_of_theirs() -> None:
 def test_what_we_override_is_there_with_the_same_parameters() -> None:
     """All methods of ours are theirs, too, but for those that are named here."""
     own = {
-        "Manager": {"_restore_attention"},
-        "Processor": {"_add_if_it_fits", "_end_outgrown", "_wait_for_device"},
-        "Runner": {"_states", "max_requests"},
-        "PagedCache": {"room", "allocator", "planned", "get_seq_length"},
-        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_coded", "_tokens_alone"},
+        "Manager": {"_restore_attention", "_leave_model"},
+        "Processor": {"_add_if_it_fits", "_end_outgrown", "_wait_for_device", "look_at_model"},
+        "Runner": {"_states", "max_requests", "forget_graphs"},
+        "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages"},
+        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_coded", "_tokens_alone", "forget_pages"},
         "PageMemory": set(),
     }
     from hf_kvquant.batching.cache import PageMemory

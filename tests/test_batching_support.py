@@ -242,7 +242,7 @@ def check_setting_refused(model: Any, config: GenerationConfig | None, message: 
 )
 def test_settings_that_batching_would_drop_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
-    config = GenerationConfig(max_new_tokens=3, **options, return_dict_in_generate=True)
+    config = GenerationConfig(max_new_tokens=3, eos_token_id=2, **options, return_dict_in_generate=True)
     check_setting_refused(models.llama(), config, f"{name}=")
 
 
@@ -256,7 +256,7 @@ def test_settings_that_nobody_has_judged_are_refused(monkeypatch: pytest.MonkeyP
     assert {"stop_strings", "num_beams"} <= names - lists and "max_new_tokens" in lists
     model = models.llama()
     for name in names - {"sequence_bias"}:
-        config = GenerationConfig()
+        config = GenerationConfig(eos_token_id=2)
         setattr(config, name, 0.123)
         with contextlib.nullcontext() if name in lists else pytest.raises(NotImplementedError, match=f"{name}=0.123"):
             settings.check_settings(model, config)
@@ -276,8 +276,10 @@ def test_a_setting_that_the_model_brings_is_said_to_be_its_own() -> None:
     model.generation_config.num_beams = 2
     own = "use generate. The model's own generation config (generation_config.json) sets"
     both = f"num_beams=2, no_repeat_ngram_size=3. Leave out what is named, or {own} num_beams, no_repeat_ngram_size."
+    both += " To do without, set that to None in model.generation_config."
     check_setting_refused(model, None, both)
-    config = GenerationConfig(num_beams=3, no_repeat_ngram_size=3)
+    check_setting_refused(model, GenerationConfig(max_new_tokens=3), both)  # generate would use them, too
+    config = GenerationConfig(num_beams=3)
     check_setting_refused(
         model, config, f"num_beams=3, no_repeat_ngram_size=3. Leave out what is named, or {own} no_repeat_ngram_size."
     )
@@ -330,6 +332,35 @@ def test_settings_of_generate_alone_are_told_once(caplog: pytest.LogCaptureFixtu
         f"{WHERE}: continuous batching leaves out settings that are for generate alone: cache_implementation='static', "
         "prompt_lookup_num_tokens=7."
     )
+
+
+@needs_pages
+@pytest.mark.parametrize(
+    "cache_config",
+    [{"backend": "hf_kvquant", "preset": "int4"}, {"preset": "int4"}, {"backend": "quanto", "nbits": 4}],
+    ids=str,
+)
+def test_a_cache_of_another_kind_than_the_pages_is_refused(cache_config: dict[str, Any]) -> None:
+    message = f"{WHERE}: `cache_config` must be left out, or be the config that the model is patched with, since the"
+    ids = torch.tensor([[5, 6]])
+    with patched(models.llama(), "int8") as model:
+        with pytest.raises(ValueError, match=re.escape(message)) as raised:
+            model.generate(ids, cache_implementation="paged", cache_config=cache_config, max_new_tokens=2)
+        assert f"got {cache_config!r}. Patch the model with the one that you want." in str(raised.value)
+        assert str(patch_of(model).config.to_dict()) in str(raised.value)
+        model.generate(ids, max_new_tokens=2)  # as it was
+
+
+@needs_pages
+def test_the_cache_of_the_pages_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
+    cache_config = {"backend": "hf_kvquant", "preset": "int8"}
+    batching = ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=64)
+    with patched(models.llama(), "int8") as model:
+        options: dict[str, Any] = {"cache_config": cache_config, "continuous_batching_config": batching}
+        out = model.generate(torch.tensor([[5, 6]]), cache_implementation="paged", max_new_tokens=2, **options)
+        config = GenerationConfig(max_new_tokens=2, cache_implementation="quantized", cache_config=cache_config)
+        model.generate_batch([[5, 6]], config, batching)
+    assert out.shape == (1, 1, 4) and WHERE not in caplog.text
 
 
 @needs_pages

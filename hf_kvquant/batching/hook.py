@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..state import notes_on
+from .settings import check_settings, complete, is_alike
 from .support import WHERE, check_version
 
 
@@ -20,7 +20,8 @@ def init_continuous_batching(
 ) -> Any:
     """Replaces `ContinuousMixin.init_continuous_batching`: makes a manager over pages of codes, or returns a kept one.
 
-    A kept manager serves the same settings only. Others get a new one.
+    Settings that the config leaves out come from the model's own, as in generate. A kept manager serves the same
+    settings only. Others get a new one.
 
     Arguments and result are those of the method of transformers.
 
@@ -33,9 +34,8 @@ def init_continuous_batching(
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     from .manager import Manager
-    from .settings import check_settings, is_alike
 
-    generation_config = copy.copy(model.generation_config if generation_config is None else generation_config)
+    generation_config = complete(model, generation_config)
     check_settings(model, generation_config)
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # transformers' spelling of none, for its logits processors
@@ -65,10 +65,15 @@ def generate_batch(
 ) -> Any:
     """Calls `ContinuousMixin.generate_batch`, with settings that are arguments, which it would drop (5.24).
 
-    Arguments and result are those of the method of transformers.
+    Settings that neither has come from the model's own config, as in generate. Arguments and result are those of the
+    method of transformers.
     """
-    config = copy.deepcopy(model.generation_config if generation_config is None else generation_config)
-    config.update(**{name: value for name, value in options.items() if name != "continuous_batching_config"})
+    check_version()
+    config = complete(
+        model,
+        generation_config,
+        **{name: value for name, value in options.items() if name != "continuous_batching_config"},
+    )
     theirs: Any = type(model)
     return theirs.generate_batch(model, inputs, config, *args, **options)
 

@@ -31,7 +31,7 @@ from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer
 from .runner import Runner, max_blocks_of, settle_graphs
-from .settings import new_tokens_of
+from .settings import check_end_tokens, new_tokens_of
 from .support import WHERE, check_served, pages_of
 
 
@@ -55,7 +55,7 @@ class Processor(ContinuousBatchProcessor):
 
     def __init__(self, *, model: Any, **options: Any) -> None:
         super().__init__(**options)
-        self._model = model
+        self._model, self._generation_config = model, options["generation_config"]
         self._pages_of, self._steps_of = fingerprint(model, with_writes=True), fingerprint(model)
         self._has_looked = False  # in the present step
         # Not a new runner beside theirs: it would free the memory pool that theirs has just made, and that aborts a
@@ -70,7 +70,7 @@ class Processor(ContinuousBatchProcessor):
         """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
 
         Raises:
-            ValueError: It has no token, or more than all pages hold, or may get no new one.
+            ValueError: It has no token, or more than all pages hold, or may get no new one, or an end token too early.
         """
         num_tokens, room = len(state.initial_tokens), self.cache.room
         if not 0 < num_tokens <= room:
@@ -86,6 +86,7 @@ class Processor(ContinuousBatchProcessor):
         if not self._has_looked:
             self.look_at_model()
             self._has_looked = True
+        check_end_tokens(self._generation_config, state._eos_token_ids)
         self._add_waiting(state)
 
     def look_at_model(self, *, is_suspect: bool = False) -> None:

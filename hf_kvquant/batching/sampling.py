@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from .settings import marked_complete
+
 SAMPLING = ("temperature", "top_p", "top_k")
 # Values that change nothing. There is none for top_k: it is the size of the vocabulary.
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0}
@@ -31,7 +33,7 @@ def sampling_config(config: GenerationConfig, settings: Collection[str] | None) 
     config.do_sample, config.num_return_sequences = settings is not None, 1
     for name in SAMPLING:
         setattr(config, name, _PLACEHOLDERS[name] if name in (settings or ()) else None)
-    return config
+    return marked_complete(config)  # None switches a setting off
 
 
 def sampling_options(

@@ -141,6 +141,7 @@ CONTRACTS = (
         mentions=f"{CACHE}.update( kwargs=kwargs **kwargs" if DO_MODELS_UPDATE_PAGES else "**kwargs",
     ),
     Contract("batching/manager.py", f"{_GENERATE}._supports_logits_to_keep"),
+    Contract("batching/settings.py", f"{_GENERATE}._prepare_generation_config", "generation_config"),
     Contract("batching/settings.py", "transformers.GenerationConfig._get_default_generation_params"),
     Contract("serving/server.py", f"{_SERVING}.server.build_server"),
 )
