@@ -571,6 +571,12 @@ MUTATIONS = [
             "a kept manager shares pages from before the calibration",
             "batching",
         ),
+        (
+            "    if mask is not None and not",
+            "    if False and not",
+            "padding is read as text",
+            "batching_support",
+        ),
     ),
     *of(
         "hf_kvquant/batching/manager.py",

@@ -352,6 +352,19 @@ def test_a_cache_of_another_kind_than_the_pages_is_refused(cache_config: dict[st
 
 
 @needs_pages
+def test_padding_is_refused() -> None:
+    """transformers passes it on as text (5.24)."""
+    ids, batching = torch.tensor([[0, 5, 6], [7, 8, 9]]), ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=64)
+    options: dict[str, Any] = {"cache_implementation": "paged", "continuous_batching_config": batching}
+    with patched(models.llama(), "int8") as model:
+        message = "generate_batch: `attention_mask` must be left out or all ones, got one that hides tokens"
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            model.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=2, **options)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, **options)
+    assert out.shape == (1, 2, 5)
+
+
+@needs_pages
 def test_the_cache_of_the_pages_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
     cache_config = {"backend": "hf_kvquant", "preset": "int8"}
     batching = ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=64)

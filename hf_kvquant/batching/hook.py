@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..state import notes_on
@@ -67,8 +68,17 @@ def generate_batch(
 
     Settings that neither has come from the model's own config, as in generate. Arguments and result are those of the
     method of transformers.
+
+    Raises:
+        ImportError, NotImplementedError, ValueError: See `init_continuous_batching`; or `attention_mask` hides tokens.
     """
     check_version()
+    mask = options.get("attention_mask")
+    if mask is not None and not torch.as_tensor(mask).all():
+        raise NotImplementedError(
+            "generate_batch: `attention_mask` must be left out or all ones, got one that hides tokens: padding would "
+            "be read as text. Pass each prompt without its padding, as a list of tokens."
+        )
     config = complete(
         model,
         generation_config,
