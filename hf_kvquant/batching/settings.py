@@ -47,8 +47,6 @@ _LEFT_OUT_OF_MODEL = frozenset({"repetition_penalty"})
 _OF_END = frozenset({"min_new_tokens", "min_length"})
 # Values that change nothing, beside None, False and transformers' defaults.
 _NEUTRAL = {"min_new_tokens": 0, "guidance_scale": 1, "penalty_alpha": 0, "cache_implementation": "paged"}
-
-
 # The mark of a config that `complete` has made: names with an underscore are no settings.
 _IS_COMPLETE = "_hf_kvquant_is_complete"
 
