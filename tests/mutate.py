@@ -632,6 +632,12 @@ MUTATIONS = [
             "adapters",
         ),
         (
+            "                facts.append(id(kept[-1]))\n",
+            "                pass\n",
+            "a running manager shares pages of an adapter that was deleted and loaded again",
+            "batching",
+        ),
+        (
             "                    facts.append(part._version)\n",
             "                    pass\n",
             "a running manager shares pages of weights that were written to",

@@ -772,6 +772,17 @@ def test_an_argument_may_switch_off_what_the_model_brings(way: str) -> None:
     assert found == expected
 
 
+def test_without_a_length_a_request_goes_on_to_an_end_token() -> None:
+    """As with transformers' managers; generate alone would end after 20 tokens."""
+    with patched(models.llama(), "int8") as model:
+        config = GenerationConfig(do_sample=False)
+        with model.continuous_batching_context_manager(config, continuous_batching_config=settings()) as manager:
+            name = manager.add_request([5, 6, 7], streaming=True)
+            for _ in range(30):
+                assert not next_result(manager, name).is_finished()
+            manager.cancel_request(name)
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 0}, {"top_k": 3}], ids=str)
 def test_as_many_tokens_take_part_in_sampling_as_in_generate(options: dict[str, Any]) -> None:
     """50 of them, unless something else is said."""
@@ -1113,6 +1124,19 @@ def test_buffers_that_are_not_saved_may_be_written_to() -> None:
                 answers(manager, [prompt])
                 model.model.rotary_emb.inv_freq.mul_(1.0)
         assert counts == [PAGE + 20, 20]
+
+
+def test_a_tensor_in_the_memory_of_another_is_another_one() -> None:
+    """As those of an adapter may be that is deleted and loaded again."""
+    model = models.build("llama")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data)  # never written to
+    before = fingerprint(model, with_writes=True)
+    assert fingerprint(model, with_writes=True) == before
+    old, fingerprint_of_steps = model.lm_head.weight, fingerprint(model)
+    model.lm_head.weight = torch.nn.Parameter(old.data)
+    assert (model.lm_head.weight.data_ptr(), model.lm_head.weight._version) == (old.data_ptr(), old._version)
+    assert fingerprint(model, with_writes=True) != before
+    assert fingerprint(model) == fingerprint_of_steps, "a captured step reads the same memory"
 
 
 def test_weights_made_in_inference_mode_are_served() -> None:
