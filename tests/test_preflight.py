@@ -270,14 +270,11 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
     class Meter:
         num_scored, longest = 1, 256
 
-        def __init__(self, model: Any, ids: Tensor, stored_as: Any) -> None:
+        def __init__(self, model: Any, ids: Tensor) -> None:
             pass
 
         def reads_codes(self, formats: Any) -> bool:
             return True
-
-        def sizes(self, index: int, formats: Any) -> tuple[int, int]:
-            return 68, 128
 
         def kld(self, index: int, formats: Any) -> divergence.Estimate:
             return self.cost(divergence.alone(index, formats)).kld
@@ -574,6 +571,7 @@ def test_weights_that_cannot_be_read_are_unknown(kind: str) -> None:
     message = str(raised.value)
     assert message.count("for_model: ") == 1 and "Load the weights, or leave out measure=False. " in message
     assert ("unknown: EightBits with int8 Parameter at " in message) == (kind == "quantised")
+    assert "Or use 'none', which is good enough. force" in message, "a preset of which nothing is known is no remedy"
     assert "Smooth the" not in message and "pass `tokenizer`" not in message
 
 

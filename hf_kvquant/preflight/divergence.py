@@ -20,9 +20,9 @@ from ..cache.cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
 from ..calibration.text import MIN_TOKENS, read_windows
 from ..config import KVQuantConfig, LayerFormats
-from ..models.probing import chunks_of, forward
+from ..models.probing import arbitrary_ids, chunks_of, forward
 from ..models.text_config import positions_of, text_config_of
-from ..spec.layout import KVLayout, Shape
+from ..spec.layout import Shape
 from ..transforms.of_model import key_transforms
 from .replay import Replay
 from .signals import reason_of
@@ -116,6 +116,18 @@ def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
     return logits
 
 
+def stored_shapes(model: PreTrainedModel) -> dict[int, tuple[Shape, torch.dtype]]:
+    """By layer, the shape and the dtype of what it caches. Sends one token through the model, which is patched.
+
+    Raises:
+        CannotMeasure: The model cannot be run.
+    """
+    cache = KVQuantCache(model.config, "none")
+    _logits(model, arbitrary_ids(model, 1), cache)
+    layers = {index: layer.storage for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
+    return {index: (layer.shape, layer.dtype) for index, layer in layers.items() if layer.dtype is not None}
+
+
 class Estimate(NamedTuple):
     """A mean over tokens and its standard error, which is infinite if the mean is."""
 
@@ -160,16 +172,13 @@ class Meter:
     Args:
         model: Patched.
         ids: The text.
-        stored_as: The dtype of caches, if the model computes in another one while it is measured. See `in_float32`.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor, stored_as: torch.dtype | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         self.model, self.ids = model, ids
         self.chunks = chunks_of(ids, 1, CHUNK)
         self.num_scored = ids[:, 1:].numel()
         self.longest = ids.shape[1]
-        self._stored_as = stored_as
-        self._stored: dict[int, tuple[Shape, torch.dtype]] = {}  # by layer: the shape and dtype of its cache
         # Single layers are measured on the last quarter of the text.
         self._num_last = max(1, round(TAIL_SHARE * (len(self.chunks) - 1)))
         cache = self._cache(KVQuantConfig.from_preset("none"))
@@ -221,12 +230,6 @@ class Meter:
         ]
         return Estimate.of(torch.cat(found))
 
-    def sizes(self, index: int, formats: LayerFormats) -> tuple[int, int]:
-        """Bytes that a token takes in a layer in these formats, scales and zeros included, and how many numbers."""
-        shape, dtype = self._stored[index]
-        _, num_kv_heads, *head_dims = shape
-        return KVLayout(formats.key, formats.value).bytes_per_token(shape, dtype), num_kv_heads * sum(head_dims)
-
     def reads_codes(self, formats: LayerFormats) -> bool:
         """Whether the text is long enough for keys to be read as codes, or the model's context is too short anyway."""
         num_dense = formats.sink_length + formats.residual_length
@@ -265,11 +268,7 @@ class Meter:
     def _check_read(self, cache: KVQuantCache) -> None:
         for index, layer in enumerate(cache.layers):
             # Attention sees tokens only through the cache, so a layer that holds all tokens has had them all read.
-            if not isinstance(layer, KVQuantLayer):
-                continue
-            if layer.storage.dtype is not None:
-                self._stored[index] = layer.storage.shape, self._stored_as or layer.storage.dtype
-            if not layer.storage.is_quantized:
+            if not isinstance(layer, KVQuantLayer) or not layer.storage.is_quantized:
                 continue
             if layer.storage.length != self.longest:
                 raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {self.longest} tokens")
