@@ -58,6 +58,7 @@ def patch(
     So does continuous batching (`generate_batch`); models that it does not serve raise an error there. A cache that the
     user passes, `use_cache=False`, any other `cache_implementation` of transformers and assistant models work as
     before. If a model's `generate` is that of a part, the part is patched, too. Patching again replaces the config.
+    A forward without `generate` and without a cache of ours is that of the unpatched model: it has no codes to read.
 
     With `static=True` the model keeps the buffers of a call until `unpatch`, so that the next call reuses them and the
     compiled steps. Steps captured with `capture=True` are kept, too. If weights, modules, hooks or adapters change, the

@@ -48,12 +48,12 @@ from hf_kvquant import (
 )
 from hf_kvquant.calibration.smoothing_file import FILE_NAME
 from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.evaluation.measuring.fidelity import divergence
 from hf_kvquant.graphs import capture
 from hf_kvquant.models import probing
 from hf_kvquant.models.hashes import plain_tensors, weights_hash
 from hf_kvquant.models.probing import chunks_of
 from hf_kvquant.models.rounding import rounded
+from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.transforms.centering import bias_centers
 from hf_kvquant.transforms.of_model import transforms_of
 from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache

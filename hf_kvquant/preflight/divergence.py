@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -116,6 +115,17 @@ def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
     return logits
 
 
+def divergence(exact: Tensor, other: Tensor) -> Tensor:
+    """The KL divergence of each next-token distribution (`other`) from an exact one, nats: `[...]` float32 on the CPU.
+
+    Both are `[..., vocab_size]` float32 log-probabilities, which may be minus infinity, as for the padding of a
+    vocabulary: what the exact one excludes adds nothing, and what only the other excludes makes it infinite.
+    """
+    probabilities = exact.exp()
+    terms = (probabilities * (exact - other)).masked_fill_(probabilities == 0, 0.0)
+    return terms.sum(-1).cpu()
+
+
 def stored_shapes(model: PreTrainedModel) -> dict[int, tuple[Shape, torch.dtype]]:
     """By layer, the shape and the dtype of what it caches. Sends one token through the model, which is patched.
 
@@ -199,13 +209,13 @@ class Meter:
         divergences, same, losses = [], [], []
         start = 1
         for reference, logits in zip(self.reference, self._run(self._cache(config)), strict=True):
-            exact, other = _log_probabilities(reference), _log_probabilities(logits)
-            divergences.append(_divergences(exact, other))
+            exact, other = (each.float().log_softmax(-1) for each in (reference, logits))
+            divergences.append(divergence(exact, other).flatten())
             same.append((exact.argmax(-1) == other.argmax(-1)).flatten())
             # What was said next; nothing is known of it behind the last token.
             said = self.ids[:, start + 1 : start + 1 + exact.shape[1], None].to(exact.device)
-            change = (exact - other)[:, : said.shape[1]].gather(2, said)
-            losses.append(change.flatten())
+            likely, now = (each[:, : said.shape[1]].gather(2, said) for each in (exact, other))
+            losses.append((likely - now).masked_fill(likely == now, 0.0).flatten())  # both may be minus infinity
             start += exact.shape[1]
         loss = Estimate.of(torch.cat(losses))
         ratio = math.exp(min(loss.mean, 700.0))
@@ -225,7 +235,7 @@ class Meter:
         if self._replay is None:
             return self.cost(config).kld
         found = [
-            _divergences(_log_probabilities(reference), _log_probabilities(logits))
+            divergence(reference.float().log_softmax(-1), logits.float().log_softmax(-1)).flatten()
             for reference, logits in zip(self.reference[-self._num_last :], self._replayed(config, index), strict=True)
         ]
         return Estimate.of(torch.cat(found))
@@ -272,13 +282,3 @@ class Meter:
                 continue
             if layer.storage.length != self.longest:
                 raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {self.longest} tokens")
-
-
-def _log_probabilities(logits: Tensor) -> Tensor:
-    # Padding of the vocabulary may have logits of minus infinity; clamping keeps them from giving NaN.
-    return logits.float().log_softmax(-1).clamp(min=-1e4)
-
-
-def _divergences(exact: Tensor, other: Tensor) -> Tensor:
-    """The divergence of each token, 1-d."""
-    return F.kl_div(other, exact, log_target=True, reduction="none").sum(-1).flatten()
