@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_kvquant import KVQuantCache, patch, patched, report
 from hf_kvquant.cache.layers import KVQuantLayer
-from hf_kvquant.upstream.releases import cache_of
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 # Of Mllama itself in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
@@ -198,6 +198,10 @@ def test_single_steps_of_a_model_that_always_asks_for_the_mask_of_pictures(has_p
     inputs["mm_token_type_ids"][:, 4:7] = int(has_picture)
     _, cache = models.check_against_reference(model, "int8", inputs)
     assert not any(storage.tally.fallbacks for storage in cache.storages)
+    with patched(model, "int8"), torch.no_grad():
+        more = {name: inputs[name][:, 3:8] for name in ("input_ids", "mm_token_type_ids")}
+        model(**more, **with_cache(cache))
+    assert cache.storages[1].tally.fallbacks, "of several queries, the first ones may see tokens behind them"
 
 
 def test_cross_attention_among_the_layers_stays_with_transformers() -> None:
