@@ -31,6 +31,7 @@ from .generate import switching, watch
 from .generate.hook import HOOK, asks_for_us, check_folded, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
+from .models import rounding
 from .models.layers import keeps_cache, layers_of
 from .models.parts import generating_parts, stand_ins
 from .models.sharding import check_heads
@@ -46,12 +47,18 @@ _GENERATE, _COMPILED = "generate", "get_compiled_call"
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET) -> Model:
+def patch(
+    model: Model,
+    preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET,
+    *,
+    checkpoint_rounding: bool = True,
+) -> Model:
     """Make `model.generate` keep keys and values as codes and attend to them directly.
 
     So does continuous batching (`generate_batch`); models that it does not serve raise an error there. A cache that the
     user passes, `use_cache=False`, any other `cache_implementation` of transformers and assistant models work as
     before. If a model's `generate` is that of a part, the part is patched, too. Patching again replaces the config.
+    A forward without `generate` and without a cache of ours is that of the unpatched model: it has no codes to read.
 
     With `static=True` the model keeps the buffers of a call until `unpatch`, so that the next call reuses them and the
     compiled steps. Steps captured with `capture=True` are kept, too. If weights, modules, hooks or adapters change, the
@@ -63,6 +70,9 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     Args:
         model: A transformers model with a decoder. In an encoder-decoder, the self-attention cache is quantised.
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
+        checkpoint_rounding: Whether a checkpoint of compressed-tensors with a `kv_cache_scheme` goes on rounding keys
+            and values to its own scales before they are quantised. `False` leaves that out until `unpatch`, and also
+            the rounding of queries if the checkpoint has it.
 
     Returns:
         The same model.
@@ -93,13 +103,15 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
             f"patch: `capture` must be False for {type(model).__name__}, got True: it computes attention by itself, "
             "outside transformers' registry. Pass static=True instead, and generate compiles."
         )
-    made = Patch(config, previous)
+    old = patch_of(model)
+    unrounded = () if checkpoint_rounding else (*(() if old is None else old.unrounded), *rounding.rounded(model))
+    made = Patch(config, previous, unrounded)
     _install(model, made)
     for part, previous in parts:
         told = notes_on(model)  # of the layers that both have
         notes_on(part).is_told, notes_on(part).keeps_attention = told.is_told, told.keeps_attention
         _route_attention(part, previous)
-        _install(part, dataclasses.replace(made, previous_attention=previous))
+        _install(part, dataclasses.replace(made, previous_attention=previous, unrounded=()))
     formats = (config, *config.layers.values())
     if any(each.key.is_quantized and each.key.bits <= FEW_BITS for each in formats):
         _preflight("hint").tell(model, config)
@@ -117,6 +129,11 @@ register_preflight(lambda *args, **options: _preflight("check").run_preflight(*a
 def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     """Give a model the methods that its patch asks for, and remove what an earlier one left. `None` asks for none."""
     batching.close(model)
+    before, after = (() if each is None else each.unrounded for each in (patch_of(model), patch))
+    if before != after:
+        rounding.switch(model, before, is_on=True)
+        rounding.switch(model, after, is_on=False)
+        notes_on(model).balancing = None  # found in other keys
     for name in (HOOK, *batching.HOOKS, _GENERATE, _COMPILED):
         model.__dict__.pop(name, None)
     notes_on(model).drop_buffers()
@@ -162,13 +179,21 @@ def _unpatch(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def patched(
-    model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET
+    model: Model,
+    preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET,
+    *,
+    checkpoint_rounding: bool | None = None,
 ) -> Iterator[Model]:
-    """`patch` within a `with` block. Afterwards the model is as it was before, patched or not."""
+    """`patch` within a `with` block. Afterwards the model is as it was before, patched or not.
+
+    By default, `checkpoint_rounding` is as the model was patched before, or else `True`.
+    """
     check_is_model(model, "patched")
     models: list[PreTrainedModel] = [model, *stand_ins(model).values()]
     before = [patch_of(each) for each in models]
-    patch(model, preset_or_config)
+    if checkpoint_rounding is None:
+        checkpoint_rounding = before[0] is None or not before[0].unrounded
+    patch(model, preset_or_config, checkpoint_rounding=checkpoint_rounding)
     try:
         yield model
     finally:

@@ -29,6 +29,7 @@ from .environment import environment
 from .generate.encoder_decoder import decoder_cache
 from .models.layers import count_layers, layer_devices, named_types, shared_layers
 from .models.parts import generating_parts
+from .models.rounding import rounded
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import why_dense
 from .preflight.verdict import measured, name_of
@@ -86,6 +87,7 @@ class Report:
         unused: Why the last call of `generate` used no cache of this package although it should have; empty if it did,
             or was asked to use another. The layers are then reported as that call left them.
         unpatched_parts: The parts of the model that generate over caches of their own, which are not quantised.
+        rounding: What the checkpoint's own scales do to keys and values before the cache gets them; empty for nothing.
     """
 
     model: str
@@ -95,6 +97,7 @@ class Report:
     environment: Mapping[str, str]
     unused: str = ""
     unpatched_parts: tuple[str, ...] = ()
+    rounding: str = ""
 
     @property
     def is_served(self) -> bool:
@@ -134,7 +137,7 @@ class Report:
     def _notes(self) -> list[str]:
         """Sentences below the table."""
         parts = [f"{part} generates over a cache of its own, unquantised." for part in self.unpatched_parts]
-        return [*parts, *filter(None, [self.cost])]
+        return [*parts, *filter(None, [self.rounding, self.cost])]
 
 
 def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:
@@ -213,7 +216,20 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         environment=environment(),
         unused=unused,
         unpatched_parts=() if patch is None else tuple(unpatched),
+        rounding=_rounding(model),
     )
+
+
+def _rounding(model: PreTrainedModel) -> str:
+    """What the checkpoint's own scales do to keys and values, as a sentence; empty for nothing."""
+    kinds, patch = sorted(set(rounded(model).values())), patch_of(model)
+    if kinds:
+        return (
+            f"The checkpoint rounds keys and values to {' and '.join(kinds)} before they are quantised here. "
+            "patch(..., checkpoint_rounding=False) leaves that out."
+        )
+    left_out = patch is not None and patch.unrounded
+    return "The checkpoint's own rounding of keys and values is left out." if left_out else ""
 
 
 def _cost(model: PreTrainedModel, config: KVQuantConfig) -> str:

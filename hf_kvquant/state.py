@@ -33,11 +33,13 @@ class Patch:
     Attributes:
         config: How `generate` caches by default.
         previous_attention: The attention implementation to restore.
+        unrounded: The attention modules that no longer round keys and values to scales of the checkpoint.
         fallbacks: By layer, how many steps of `generate` attended to dequantised tensors, and why.
     """
 
     config: KVQuantConfig
     previous_attention: str
+    unrounded: tuple[str, ...] = ()
     fallbacks: dict[int, Counter[str]] = dataclasses.field(default_factory=dict, compare=False)
 
 

@@ -1015,6 +1015,48 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/preflight/divergence.py",
+        (
+            ".masked_fill_(probabilities == 0, 0.0)",
+            "",
+            "logits of minus infinity make a divergence no number",
+            "preflight",
+        ),
+    ),
+    *of(
+        "hf_kvquant/preflight/check.py",
+        (
+            "if num_bytes >= sum(size for size, _ in smallest) and budget <= most:",
+            "if num_bytes >= sum(size for size, _ in smallest):",
+            "more bits than the unquantised cache takes are measured for minutes",
+            "budget",
+        ),
+        (
+            "next(accepted, None)",
+            "next(good, None)",
+            "a preset of which nothing is known is suggested",
+            "preflight",
+        ),
+    ),
+    *of(
+        "hf_kvquant/patching.py",
+        (
+            "        notes_on(model).balancing = None  # found in other keys\n",
+            "",
+            "factors belong to keys that the checkpoint has rounded",
+            "quantized_weights",
+        ),
+    ),
+    *of(
+        "hf_kvquant/attention/masks.py",
+        (
+            'is_last = kwargs["q_length"] == 1 and isinstance',
+            "is_last = isinstance",
+            "a chunk does not see the later tokens of a picture",
+            "pictures",
+        ),
+    ),
+    *of(
         "hf_kvquant/calibration/origins.py",
         (
             'name not in ("weight", "bias")',

@@ -125,5 +125,10 @@ def test_a_model_that_cannot_be_looked_at_is_said_in_the_log(
     )
 
 
+@pytest.mark.parametrize("positions", [3, 4, 5, 6])
+def test_contexts_of_few_tokens_have_none(positions: int) -> None:
+    assert balancing_factors(models.build("gpt2", n_positions=positions)) == {}
+
+
 def test_encoder_decoders_have_none() -> None:
     assert balancing_factors(models.bart()) == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import models
@@ -104,7 +105,7 @@ def test_the_best_presets_within_the_budget_are_picked() -> None:
 
 
 def test_all_presets_are_tried_by_default() -> None:
-    result = run_preflight(build(num_hidden_layers=1, max_position_embeddings=600), bits=40)
+    result = run_preflight(build(num_hidden_layers=1, max_position_embeddings=600), bits=32)
     assert result.config == KVQuantConfig.from_preset("none") and result.bits == 32
     costs = dict(result.layers[0].tried)
     assert set(costs) == set(check.PRESETS) - {"none"}
@@ -117,12 +118,29 @@ def test_the_smallest_budget_is_named_and_works() -> None:
     for bits in (4.666, 1e-3):
         with pytest.raises(
             ValueError,
-            match=r"^for_model: `bits` must be at least 4\.6667 with `presets` \['int8', 'int4'\], got [0-9.]+\. Allow "
-            r"more bits, or add a smaller preset\.$",
+            match=r"^for_model: `bits` must be from 4\.6667 to 32 for this model with `presets` \['int8', 'int4'\], "
+            r"got [0-9.]+\. Allow more bits\.$",
         ):
             KVQuantConfig.for_model(model, presets=["int8", "int4"], bits=bits)
     for bits in (4.6667, 4 + 32 / 48):
         assert KVQuantConfig.for_model(model, presets=["int8", "int4"], bits=bits) == KVQuantConfig.from_preset("int4")
+
+
+@pytest.mark.parametrize("bits, remedy", [(2.4, "Allow more bits"), (16.1, "Name fewer than the unquantised cache ta")])
+def test_impossible_budgets_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, bits: float, remedy: str
+) -> None:
+    def measure(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("no text is read or written")
+
+    monkeypatch.setattr(check, "read_text", measure)
+    model = build().bfloat16()
+    presets = re.escape(str(list(check.PRESETS)))
+    expected = rf"`bits` must be from 2\.5 to 16 for this model with `presets` {presets}, got {bits}\. {remedy}"
+    with pytest.raises(ValueError, match=expected):
+        KVQuantConfig.for_model(model, bits=bits)
+    with pytest.raises(AssertionError, match="no text"):
+        KVQuantConfig.for_model(model, bits=2.5)
 
 
 def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,15 +149,11 @@ def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.
     class Meter:
         num_scored, longest = 1, 256
 
-        def __init__(self, model: Any, ids: Tensor, stored_as: Any) -> None:
+        def __init__(self, model: Any, ids: Tensor) -> None:
             pass
 
         def reads_codes(self, formats: Any) -> bool:
             return True
-
-        def sizes(self, index: int, formats: LayerFormats) -> tuple[int, int]:
-            values = (1280, 128)[index]
-            return values * formats.key.bits // 8, values
 
         def kld(self, index: int, formats: LayerFormats) -> divergence.Estimate:
             return self.cost(divergence.alone(index, formats)).kld
@@ -148,7 +162,12 @@ def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.
             kld = sum((0.02, 0.01)[index] for index in range(2) if config.formats(index).key.storage == "int4")
             return divergence.NO_COST._replace(kld=divergence.Estimate(kld, 0.0))
 
+    def size(self: Any, index: int, formats: LayerFormats) -> tuple[int, int]:
+        values = (1280, 128)[index]
+        return values * (formats.key.bits if formats.is_quantized else 16) // 8, values
+
     monkeypatch.setattr(check, "Meter", Meter)
+    monkeypatch.setattr(check._Check, "size", size)
     result = run_preflight(build(), presets=["int8", "int4"], bits=4.5)
     assert [layer.name for layer in result.layers] == ["int4", "int8"]
     assert result.bits == pytest.approx((10 * 4 + 8) / 11) and result.kld == 0.02

@@ -148,6 +148,37 @@ def test_the_first_chunk_comes_back_and_handles_follow(preset: str, kind: str) -
     assert list(key_handle.shape) == [BATCH, KV_HEADS, MAX_CACHE_LEN if kind == "static" else 9, HEAD_DIM]
 
 
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_a_layer_knows_the_dtype_and_the_device_of_its_keys(kind: str) -> None:
+    cache = make("int4", kind)
+    for name in ("dtype", "device"):
+        with pytest.raises(AttributeError, match=f"{name} is known after the first update"):
+            getattr(cache.layers[0], name)
+    for chunk in (4, 1):
+        for index, dtype in enumerate((torch.bfloat16, torch.float16)):
+            cache.update(*(each.to(dtype) for each in new_tokens(chunk)), index)
+            layer: Any = cache.layers[index]
+            for dense in (layer.keys, layer.values):
+                assert (layer.dtype, layer.device) == (dtype, torch.device("cpu")) == (dense.dtype, dense.device)
+    cache.reset()
+    assert hasattr(cache.layers[0], "dtype") == (kind == "static"), "a growing layer has dropped its buffers"
+
+
+def test_keys_are_not_assigned() -> None:
+    """Edits of what a layer dequantises are lost; where that can be noticed, it raises."""
+    for layer_type in ("full_attention", "sliding_attention"):
+        config = AutoConfig.for_model("mistral", sliding_window=8, layer_types=[layer_type] * 2, **models.COMMON)
+        cache = give(KVQuantCache(config, "int4"), chunks_of(6, 1))
+        layer: Any = cache.layers[0]
+        before = layer.keys.clone()
+        layer.keys[:, :, :2] = 0
+        with pytest.raises(AttributeError, match=r"^KVQuantLayer: `keys` must not be assigned, got Tensor: the cache "):
+            layer.keys = before
+        with pytest.raises(AttributeError, match=r"`values` must not be assigned, got Tensor: .* Give a new cache"):
+            layer.values *= 2
+        compare.assert_same(layer.keys, before, "keys")
+
+
 def test_overrides_by_layer() -> None:
     cache = KVQuantCache(CONFIG, {"preset": "int4", "layers": {"1": {"preset": "none", "value": "fp8"}}})
     assert [layer.storage.formats.describe() for layer in cache.layers] == [

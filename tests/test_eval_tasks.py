@@ -21,7 +21,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from hf_kvquant import KVQuantCache, KVQuantConfig, cli
+from hf_kvquant import KVQuantCache, KVQuantConfig, cli, report
 from hf_kvquant.evaluation.errors import NothingRead
 from hf_kvquant.evaluation.measuring.fidelity import Chunks, feed
 from hf_kvquant.evaluation.tasks import data as task_files
@@ -30,6 +30,7 @@ from hf_kvquant.evaluation.tasks import measure as tasks
 from hf_kvquant.evaluation.tasks.data import MODES
 from hf_kvquant.evaluation.tasks.lm_eval_model import KVQuantLM
 from hf_kvquant.patching import patched
+from hf_kvquant.upstream.releases import CACHE
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -278,6 +279,22 @@ def test_rolling_and_generation_read_the_cache() -> None:
         assert read == lm.pairs_expected > 0
         assert all(lm.generate_until(until, disable_tqdm=True))
         assert lm.pairs_read > read
+
+
+def test_the_class_of_lm_eval_reads_codes_only_where_it_generates() -> None:
+    """As docs/evaluation.md says: its log-likelihoods are one forward without `generate`, and so without our cache."""
+    model = models.family("llama")
+    expected = score(HFLM(model, tokenizer=tokenizer()))
+    until = [Instance("generate_until", {}, (text(4, 40), {"until": ["~"], "max_gen_toks": 9}), 0)]
+    with patched(model, {"preset": "int2", "sink_length": 0, "residual_length": 0}) as crude:
+        stock = HFLM(crude, tokenizer=tokenizer())
+        assert score(stock) == expected, "not a code was read"
+        assert not report(crude).layers[0].fallbacks
+        caches: list[Any] = []
+        hook = model.register_forward_pre_hook(lambda _, args, kwargs: caches.append(kwargs[CACHE]), with_kwargs=True)
+        stock.generate_until(until, disable_tqdm=True)
+        hook.remove()
+        assert isinstance(caches[-1], KVQuantCache), "of the last step"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -22,8 +22,10 @@ from transformers.cache_utils import DynamicCache
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, patch, patched
+from hf_kvquant.attention.observation import observations
 from hf_kvquant.cache.layers import KVQuantHybridLayer, KVQuantHybridRingLayer
 from hf_kvquant.evaluation.measuring.simulation import simulated_cache, why_not_simulated
+from hf_kvquant.transforms.balancing import balancing_factors
 from hf_kvquant.upstream.releases import cache_of, with_cache
 
 FAMILIES = ["falcon_h1", "zamba2"]
@@ -257,6 +259,13 @@ def test_windows_with_a_state_are_quantised(windowed: Any) -> None:
     assert all(layer.storage.is_quantized and layer.keys.shape[2] == 5 for layer in layers)
     with patched(windowed, {"preset": "int8", "sliding": False}):
         assert {layer.formats for layer in hf_kvquant.report(windowed).layers} == {"int8", None}
+
+
+def test_keys_are_looked_at_in_layers_alone(windowed: Any) -> None:
+    """In Inkling 2, other modules also use the attention function, of no layer, over as few tokens as it has blocks."""
+    seen = observations(windowed, left_padded()["input_ids"])
+    assert {index: [len(each.key.shape) for each in found] for index, found in seen.items()} == {0: [4], 1: [4]}
+    assert isinstance(balancing_factors(windowed), dict)
 
 
 def test_static_windows_with_a_state(windowed: Any) -> None:

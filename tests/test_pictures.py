@@ -17,12 +17,12 @@ import pytest
 import torch
 from models import HEAD_DIM, greedy, left_padded, logits
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvquant import KVQuantCache, patch, patched, report
 from hf_kvquant.cache.layers import KVQuantLayer
-from hf_kvquant.upstream.releases import cache_of
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 # Of Mllama itself in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
@@ -179,6 +179,29 @@ def test_masks_of_pictures_are_dense_in_static_caches(name: str) -> None:
         cache = cache_of(greedy(model, inputs, disable_compile=True))
     full = cache.storages[-1]
     assert bool(full.tally.fallbacks) == (name == "gemma3")
+
+
+@pytest.mark.parametrize("has_picture", [False, True])
+def test_single_steps_of_a_model_that_always_asks_for_the_mask_of_pictures(has_picture: bool) -> None:
+    """Gemma 4 does in every step, also without a picture. A single query sees all before it in any case."""
+    if "gemma4_unified" not in CONFIG_MAPPING:
+        pytest.skip("this release of transformers has no gemma4_unified")
+    torch.manual_seed(1234)
+    text = {**models.COMMON, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    text |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "per_layer_config": {}}
+    text |= {"global_head_dim": HEAD_DIM, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}
+    config = AutoConfig.for_model("gemma4_unified", text_config=text, tie_word_embeddings=False)
+    model = models.randomized(AutoModelForImageTextToText.from_config(config)).eval()
+    model.generation_config.update(eos_token_id=None, pad_token_id=models.PAD)
+    inputs = left_padded(tokens=9, pads=(3, 0, 2))
+    inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    inputs["mm_token_type_ids"][:, 4:7] = int(has_picture)
+    _, cache = models.check_against_reference(model, "int8", inputs)
+    assert not any(storage.tally.fallbacks for storage in cache.storages)
+    with patched(model, "int8"), torch.no_grad():
+        more = {name: inputs[name][:, 3:8] for name in ("input_ids", "mm_token_type_ids")}
+        model(**more, **with_cache(cache))
+    assert cache.storages[1].tally.fallbacks, "of several queries, the first ones may see tokens behind them"
 
 
 def test_cross_attention_among_the_layers_stays_with_transformers() -> None:

@@ -270,14 +270,11 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
     class Meter:
         num_scored, longest = 1, 256
 
-        def __init__(self, model: Any, ids: Tensor, stored_as: Any) -> None:
+        def __init__(self, model: Any, ids: Tensor) -> None:
             pass
 
         def reads_codes(self, formats: Any) -> bool:
             return True
-
-        def sizes(self, index: int, formats: Any) -> tuple[int, int]:
-            return 68, 128
 
         def kld(self, index: int, formats: Any) -> divergence.Estimate:
             return self.cost(divergence.alone(index, formats)).kld
@@ -442,6 +439,40 @@ def test_logits_that_are_no_numbers() -> None:
     )
 
 
+def test_divergence_is_right_at_minus_infinity() -> None:
+    """As in PyTorch where logits are finite; where they are not, by the definition of p · log(p / q)."""
+    exact, other = torch.randn(2, 3, 7, 11).log_softmax(-1)
+    expected = torch.nn.functional.kl_div(other, exact, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(divergence.divergence(exact, other), expected, rtol=0, atol=0)
+    p, q = (torch.tensor(each).double() for each in ((0.5, 0.25, 0.25, 0), (0.25, 0.25, 0.5, 0)))
+    wanted = float((p * (p / q).log()).nansum())
+    found = divergence.divergence(p.log().float(), q.log().float())
+    assert float(found) == pytest.approx(wanted) and wanted > 0, "both exclude a token: 0 · log(0 / 0) is 0"
+    only_exact, everywhere = torch.tensor([1.0, 0.0]).log(), torch.tensor([0.5, 0.5]).log()
+    assert float(divergence.divergence(only_exact, everywhere)) == pytest.approx(math.log(2))
+    assert float(divergence.divergence(everywhere, only_exact)) == math.inf, "p > 0 where q = 0"
+    bad = torch.tensor([math.nan, 0.0])
+    assert divergence.divergence(bad, everywhere).isnan() and divergence.divergence(everywhere, bad).isnan()
+
+
+def test_a_vocabulary_may_have_padding() -> None:
+    """Logits of minus infinity for tokens that do not exist, in both models and in the text."""
+
+    class Padded(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.index_fill(-1, torch.tensor([models.VOCAB_SIZE - 1]), -math.inf)
+
+    model = build()
+    model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings(), Padded()))
+    ids = torch.randint(3, models.VOCAB_SIZE, (2, 40))
+    ids[:, 9] = models.VOCAB_SIZE - 1
+    with hf_kvquant.patched(model, "none"), torch.no_grad():
+        meter = divergence.Meter(model, ids)
+        assert meter.cost(KVQuantConfig.from_preset("none")) == divergence.NO_COST
+        cost = meter.cost(KVQuantConfig.from_preset("int4"))
+    assert 0 < cost.kld.mean < 1 and math.isfinite(cost.perplexity.mean)
+
+
 def test_a_format_that_gives_no_numbers_is_ruin(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     ids = torch.randint(3, models.VOCAB_SIZE, (2, 40))
@@ -574,6 +605,7 @@ def test_weights_that_cannot_be_read_are_unknown(kind: str) -> None:
     message = str(raised.value)
     assert message.count("for_model: ") == 1 and "Load the weights, or leave out measure=False. " in message
     assert ("unknown: EightBits with int8 Parameter at " in message) == (kind == "quantised")
+    assert "Or use 'none', which is good enough. force" in message, "a preset of which nothing is known is no remedy"
     assert "Smooth the" not in message and "pass `tokenizer`" not in message
 
 

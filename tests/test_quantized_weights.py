@@ -41,19 +41,22 @@ from hf_kvquant import (
     load_smoothing,
     patch,
     patched,
+    report,
     smooth_attention,
     unpatch,
     unsmooth,
 )
 from hf_kvquant.calibration.smoothing_file import FILE_NAME
 from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.evaluation.measuring.fidelity import divergence
 from hf_kvquant.graphs import capture
+from hf_kvquant.models import probing
 from hf_kvquant.models.hashes import plain_tensors, weights_hash
 from hf_kvquant.models.probing import chunks_of
+from hf_kvquant.models.rounding import rounded
+from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.transforms.centering import bias_centers
 from hf_kvquant.transforms.of_model import transforms_of
-from hf_kvquant.upstream.releases import with_cache
+from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
 # The libraries warn about their own use of PyTorch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -429,6 +432,106 @@ def test_the_command_calibrates_quantised_checkpoints(
         assert code == 0
     code, found, _ = run(capsys, "generate", output, "--prompt", PROMPT, "--preset", "int4", "--max-new-tokens", "4")
     assert code == 0 and found
+
+
+KV_SCALE = 0.05
+KV_SCHEME: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+class Rounding(DynamicCache):
+    """What a `kv_cache_scheme` does, in plain PyTorch: keys and values on a grid of float8, scaled."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        codes = ((x / KV_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (key_states, value_states))
+        return super().update(*(each.float() * KV_SCALE for each in codes), *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def rounding(folder: Path) -> Path:
+    """A checkpoint with plain weights that rounds keys and values to float8."""
+    model, made = loaded(folder / "plain"), folder / "rounding"
+    names = [f"model.layers.{index}.self_attn.{side}_scale" for index in range(2) for side in "kv"]
+    scales = {name: torch.tensor([KV_SCALE]) for name in names}
+    quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    quantization |= {"kv_cache_scheme": KV_SCHEME}
+    made.mkdir()
+    config = json.dumps({**model.config.to_dict(), "quantization_config": quantization})
+    (made / "config.json").write_text(config, encoding="utf-8")
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file({**state, **scales}, made / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def logits_of(model: Any, cache: Any) -> list[Tensor]:
+    return [probing.forward(model, chunk, cache=cache) for chunk in chunks_of(inputs()["input_ids"], 4, 4)]
+
+
+def hook_for_5_24(model: Any) -> None:
+    """Do what compressed-tensors does with older releases, under the new name of a cache."""
+    from compressed_tensors.modeling import QuantizedKVCache
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
+
+    def replace(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        module.kv_cache.add_past_key_values(kwargs[CACHE])
+        return args, {**kwargs, CACHE: module.kv_cache}
+
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        scheme = QuantizationArgs(**KV_SCHEME)
+        attention.quantization_scheme = QuantizationScheme(targets=[], input_activations=scheme)
+        attention.quantization_status = QuantizationStatus.COMPRESSED
+        attention.k_scale = attention.v_scale = nn.Parameter(torch.tensor([KV_SCALE]))
+        attention.register_module("kv_cache", QuantizedKVCache(model.config, attention))
+        attention.register_forward_pre_hook(replace, with_kwargs=True)
+
+
+def keys_of(model: Any) -> Tensor:
+    """The keys of the last layer in the cache of a call."""
+    output = model.generate(**inputs(), max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
+    keys: Tensor = cache_of(output).layers[-1].keys
+    return keys
+
+
+def check_logits(model: Any, plain: Any, cache: DynamicCache) -> None:
+    """A model over transformers' cache gives what the plain one gives over a cache."""
+    both = zip(logits_of(model, DynamicCache()), logits_of(plain, cache), strict=True)
+    for index, (got, expected) in enumerate(both):
+        compare.assert_same(got, expected, f"logits of chunk {index}")
+
+
+def test_which_releases_round_by_the_scales_of_a_checkpoint(folder: Path, rounding: Path) -> None:
+    """compressed-tensors 0.20 looks for the name that a cache had before transformers 5.24."""
+    pytest.importorskip("compressed_tensors")
+    model, is_old = loaded(rounding), CACHE == "past_key_values"
+    assert bool(rounded(model)) == is_old
+    check_logits(model, loaded(folder / "plain"), Rounding() if is_old else DynamicCache())
+
+
+def test_the_rounding_of_a_checkpoint_is_said_and_can_be_left_out(folder: Path, rounding: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model, plain = loaded(rounding), loaded(folder / "plain")
+    if not rounded(model):
+        hook_for_5_24(model)
+    check_logits(model, plain, Rounding())
+    said = "The checkpoint rounds keys and values to 8-bit float before they are quantised here. "
+    with patched(model, "int4"):
+        assert said in str(report(model)) and report(model).is_served
+        assert not torch.equal(keys_of(model), keys_of(patch(plain, "int4")))
+    for _ in range(2):  # patching again changes nothing
+        patch(model, "int4", checkpoint_rounding=False)
+        assert not rounded(model) and "own rounding of keys and values is left out" in str(report(model))
+        compare.assert_same(keys_of(model), keys_of(plain), "keys of the last layer")
+    with patched(model, "none"), patched(plain, "none"):
+        check_logits(model, plain, DynamicCache())
+    with patched(model, "int4", checkpoint_rounding=True):
+        assert rounded(model)
+    assert not rounded(model), "as before the block"
+    patch(model, "int8")
+    assert rounded(model), "patching again replaces what was asked for"
+    patch(model, "int8", checkpoint_rounding=False)
+    unpatch(model)
+    assert rounded(model) and not any("quantization_enabled" in vars(module) for module in model.modules())
+    check_logits(model, unpatch(plain), Rounding())
 
 
 class Packed(nn.Module):

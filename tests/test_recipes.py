@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.evaluation.long_context.prompts import Writer
-from hf_kvquant.evaluation.measuring.fidelity import divergence
 from hf_kvquant.evaluation.measuring.simulation import simulated
 from hf_kvquant.evaluation.perplexity.segments import Segments
 from hf_kvquant.evaluation.recipes import (
@@ -49,6 +48,7 @@ from hf_kvquant.evaluation.recipes.interface import Layer, Rope, Sample, Storage
 from hf_kvquant.evaluation.recipes.measure import fitting, prompts_of
 from hf_kvquant.evaluation.recipes.sample import collected, layers_of_model, rope_of
 from hf_kvquant.models.probing import chunks_of, forward
+from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.spec.reference import rotate
 from hf_kvquant.transforms.of_model import key_transforms
 

@@ -8,10 +8,11 @@ import torch
 from models import greedy
 
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.evaluation.measuring.fidelity import Chunks, Stream, compare, divergence, route
+from hf_kvquant.evaluation.measuring.fidelity import Chunks, Stream, compare, route
 from hf_kvquant.evaluation.measuring.pairs import expected_pairs, pairs_of
 from hf_kvquant.evaluation.measuring.simulation import simulated, simulated_cache
 from hf_kvquant.patching import patched, why_dense
+from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.storage.tally import causal_pairs
 from hf_kvquant.upstream.releases import cache_of, with_cache
 

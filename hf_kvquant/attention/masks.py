@@ -85,14 +85,18 @@ def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:
 def _is_plain(mask_function: Callable[..., Any], window: int, kwargs: Mapping[str, Any]) -> bool:
     """Whether a mask is causal, with a sliding window or without, and hides nothing else.
 
-    The function of a sliding window is a new object in every call. If a model adds to it, or transformers does for
-    images, `use_vmap` is set or the causal mask may not be skipped. The latter makes no difference to a single query.
+    The function of a sliding window is a new object in every call. If a model changes it, `use_vmap` is set. If
+    transformers lets the tokens of a picture see each other, the causal mask may not be skipped. That shows later
+    tokens to earlier ones, so it makes no difference to a single query, which comes last. In a static cache without a
+    window, there are positions behind it.
     """
     if kwargs.get("use_vmap"):
         return False
+    is_changed = not kwargs.get("allow_is_causal_skip", True)
     if window == 0:
-        return mask_function is causal_mask_function
-    is_changed = not kwargs.get("allow_is_causal_skip", True) and kwargs["q_length"] > 1
+        is_last = kwargs["q_length"] == 1 and isinstance(kwargs["q_offset"], int)
+        return mask_function is causal_mask_function or (is_changed and is_last)
+    is_changed = is_changed and kwargs["q_length"] > 1
     return mask_function is not causal_mask_function and kwargs.get("local_size") == window and not is_changed
 
 

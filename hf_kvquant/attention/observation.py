@@ -32,7 +32,7 @@ NAME = "hf_kvquant-observed"
 class Observation:
     """One layer's attention, about to be computed."""
 
-    layer_idx: int  # the layer, as caches count them; -1 if its module does not say
+    layer_idx: int  # the layer, as caches count them
     module: nn.Module
     query: Tensor  # `[batch, num_q_heads, tokens, head_dim]`, after RoPE
     key: Tensor  # `[batch, num_kv_heads, tokens, head_dim]`, after RoPE
@@ -52,7 +52,10 @@ Observer = Callable[[Observation], Tensor | None]
 
 @contextlib.contextmanager
 def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Call `observer` for every attention of the text model while the block runs, then restore the model.
+    """Call `observer` for every attention of a layer of the text model while the block runs, then restore the model.
+
+    Attention of modules that name no layer is let through: of Inkling 2, for one, each token also attends to what the
+    layers before have made of it.
 
     Inside the block the model is in evaluation mode, without gradients. It attends through PyTorch's
     `scaled_dot_product_attention`, or eagerly if it does not support that.
@@ -114,7 +117,7 @@ def _attention(
 
 def _observe(observer: Observer, module: nn.Module, *args: Any) -> Tensor:
     observation = Observation(_layer_idx(module), module, *args)
-    out = observer(observation)
+    out = None if observation.layer_idx < 0 else observer(observation)
     return observation.attended() if out is None else out
 
 
@@ -124,6 +127,7 @@ def _in_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _layer_idx(module: nn.Module) -> int:
+    """The layer that a module names, -1 for none."""
     index = getattr(module, "layer_idx", None)
     return index if isinstance(index, int) else -1
 

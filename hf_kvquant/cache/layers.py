@@ -8,7 +8,7 @@ own class keeps the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -74,14 +74,44 @@ class KVQuantLayer(CacheLayerMixin):
         return self.storage.batch
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Dense keys, dequantised at every access; `None` before the first tokens. For inspection."""
-        return self.storage.dequantize()[0] if self.storage.is_allocated else None
+    def dtype(self) -> torch.dtype:
+        """The dtype of `keys` and `values`, which is the model's. Raises like `batch_size` before the first tokens."""
+        if not self.storage.is_allocated:
+            raise AttributeError("dtype is known after the first update")
+        assert self.storage.dtype is not None
+        return self.storage.dtype
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def device(self) -> torch.device:
+        """The device of `keys` and `values`. Raises like `batch_size` before the first tokens."""
+        if not self.storage.is_allocated:
+            raise AttributeError("device is known after the first update")
+        return self.storage.device
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Dense keys, dequantised at every access; `None` before the first tokens. Of a ring, those of its window.
+
+        For inspection: where codes are kept, each access makes a new tensor. Edits of it are lost, and an assignment
+        raises `AttributeError`.
+        """
+        return self._shown(0)
+
+    @keys.setter
+    def keys(self, keys: object) -> None:
+        _refuse_assignment("keys", keys)
+
+    @property
+    def values(self) -> Tensor | None:
         """Dense values, like `keys`."""
-        return self.storage.dequantize()[1] if self.storage.is_allocated else None
+        return self._shown(1)
+
+    @values.setter
+    def values(self, values: object) -> None:
+        _refuse_assignment("values", values)
+
+    def _shown(self, side: int) -> Tensor | None:
+        return self.storage.dequantize()[side] if self.storage.is_allocated else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for tokens like these; the tensors may hold no tokens."""
@@ -198,6 +228,14 @@ class KVQuantLayer(CacheLayerMixin):
             buffers.move(self.storage, self.home)
 
 
+def _refuse_assignment(name: str, given: object) -> NoReturn:
+    """Raise an error, as Python does for a property without a setter. `layer.keys *= 2` comes here, too."""
+    raise AttributeError(
+        f"KVQuantLayer: `{name}` must not be assigned, got {type(given).__name__}: the cache holds codes, and `{name}` "
+        "are dequantised from them at every access. Give a new cache the tokens by update()."
+    )
+
+
 def _in_one_dtype(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values in the wider of their dtypes: RoPE makes keys float32 where autocast makes values bfloat16."""
     if key.dtype == value.dtype:
@@ -258,17 +296,9 @@ class KVQuantRingLayer(KVQuantLayer):
         super().activate_past_recording()
         self.record_past = True
 
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Dense keys that the next query will see, dequantised at every access; `None` before the first tokens."""
-        return self._newest(super().keys)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """Dense values, like `keys`."""
-        return self._newest(super().values)
-
-    def _newest(self, dense: Tensor | None) -> Tensor | None:
+    def _shown(self, side: int) -> Tensor | None:
+        """The tokens that the next query will see."""
+        dense = super()._shown(side)
         return None if dense is None else dense[:, :, max(0, dense.shape[2] - self.storage.window + 1) :]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -295,6 +325,9 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
     """
 
     holds_state = True
+    # As in transformers' class, which assigns them: those of the state.
+    dtype: torch.dtype | None = None  # type: ignore[assignment]
+    device: torch.device | None = None  # type: ignore[assignment]
 
     def __init__(self, storage: LayerStore, notes: MaskNotes, **kwargs: Any) -> None:
         KVQuantLayer.__init__(self, storage, notes)

@@ -24,9 +24,21 @@ from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig, LayerFormats
 from ..models.probing import evaluating, in_float32
 from ..patching import check_patchable, patched
+from ..spec.layout import KVLayout, Shape
 from ..transforms.of_model import key_transforms
 from .budget import cheapest
-from .divergence import LONG_WINDOW, NO_COST, WINDOW, CannotMeasure, Cost, Estimate, Meter, alone, read_text
+from .divergence import (
+    LONG_WINDOW,
+    NO_COST,
+    WINDOW,
+    CannotMeasure,
+    Cost,
+    Estimate,
+    Meter,
+    alone,
+    read_text,
+    stored_shapes,
+)
 from .signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of, remember
 
@@ -109,7 +121,7 @@ def run_preflight(
             signals, left_out = read_signals(model, config, where=where)
             check = _Check(model, rungs, max_kld, lambda text: tell(doing=text), where, signals, left_out, stored_as)
             if measure and signals:
-                check.prepare(tokenizer, texts, config)
+                check.prepare(tokenizer, texts, config, bits)
             result = check.result(config, bits)
     if not measure:
         return dataclasses.replace(result, unmeasured="measure=False skips this.")
@@ -184,6 +196,8 @@ class _Check:
     meter: Meter | None = None  # measures divergences; `None` where nothing can be measured
     source: str = ""  # what text it measures on
     unmeasured: str = ""  # or why nothing can be measured
+    # By layer, the shape and the dtype that the model caches; empty where nothing can be measured.
+    stored: Mapping[int, tuple[Shape, torch.dtype]] = dataclasses.field(default_factory=dict)
     known: dict[tuple[int, LayerFormats], Estimate | str] = dataclasses.field(default_factory=dict)
     wholes: list[tuple[KVQuantConfig, Cost | None]] = dataclasses.field(default_factory=list)
 
@@ -216,16 +230,27 @@ class _Check:
         )
 
     def prepare(
-        self, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str] | None, given: KVQuantConfig | None
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        texts: Iterable[str] | None,
+        given: KVQuantConfig | None,
+        budget: float | None,
     ) -> None:
-        """Read the text, or let the model write one, and feed it to the unquantised cache."""
+        """Read the text, or let the model write one, and feed it to the unquantised cache.
+
+        Raises:
+            ValueError: No combination of presets has such a `budget`, or the texts cannot be read.
+        """
         configs = self.rungs.values() if given is None else [given]
         formats = [config.formats(index) for config in configs for index in self.signals]
         window = LONG_WINDOW if any(each.residual_length for each in formats) else WINDOW
         try:
+            self.stored = stored_shapes(self.model)
+            if budget is not None:
+                self._check_budget(budget, {index: self._usable(index) for index in self.signals})
             ids, self.source = read_text(self.model, tokenizer, texts, self.say, window=window, where=self.where)
             self.say("the unquantised cache")
-            self.meter = Meter(self.model, ids, self.stored_as)
+            self.meter = Meter(self.model, ids)
         except CannotMeasure as error:
             self.unmeasured = str(error)
 
@@ -354,31 +379,47 @@ class _Check:
 
     def _cheapest(self, costs: Mapping[int, Mapping[LayerFormats, float]], budget: float) -> dict[int, LayerFormats]:
         """The formats of each layer that cost the least in all, within a budget of bits per number."""
-        assert self.meter is not None
-        sizes = {
-            index: {formats: self.meter.sizes(index, formats) for formats in choices}
-            for index, choices in costs.items()
-        }
-        num_values = sum(next(iter(each.values()))[1] for each in sizes.values())
+        num_bytes = self._check_budget(budget, costs)
         table = [
-            [(sizes[index][formats][0], cost) for formats, cost in choices.items()] for index, choices in costs.items()
+            [(self.size(index, formats)[0], cost) for formats, cost in choices.items()]
+            for index, choices in costs.items()
         ]
-        # A millionth of a byte forgives the rounding of the product.
-        places = cheapest(table, math.floor(budget * num_values / 8 + 1e-6))
-        if places is None:
-            smallest = 8 * sum(min(size for size, _ in each) for each in table) / num_values
-            raise ValueError(
-                f"{self.where}: `bits` must be at least {math.ceil(smallest * 1e4 - 1e-6) / 1e4:g} with `presets` "
-                f"{list(self.rungs)}, got {budget:g}. Allow more bits, or add a smaller preset."
-            )
+        places = cheapest(table, num_bytes)
+        assert places is not None, "the budget is large enough"
         return {index: list(costs[index])[place] for index, place in zip(costs, places, strict=True)}
 
+    def _check_budget(self, budget: float, choices: Mapping[int, Iterable[LayerFormats]]) -> int:
+        """The bytes that a token may take within a budget of bits per number, if these choices can keep it.
+
+        Raises:
+            ValueError: They cannot, or the budget is more than the unquantised cache takes.
+        """
+        smallest = [min(self.size(index, formats) for formats in each) for index, each in choices.items()]
+        unquantized = KVQuantConfig.from_preset("none")
+        most = _mean_bits(self.size(index, unquantized.formats(index)) for index in choices)
+        # A millionth of a byte forgives the rounding of the product.
+        num_bytes = math.floor(budget * sum(num_values for _, num_values in smallest) / 8 + 1e-6)
+        if num_bytes >= sum(size for size, _ in smallest) and budget <= most:
+            return num_bytes
+        least = math.ceil(_mean_bits(smallest) * 1e4 - 1e-6) / 1e4
+        remedy = "Allow more bits" if budget < most else "Name fewer than the unquantised cache takes"
+        raise ValueError(
+            f"{self.where}: `bits` must be from {least:g} to {most:g} for this model with `presets` "
+            f"{list(self.rungs)}, got {budget:g}. {remedy}."
+        )
+
+    def size(self, index: int, formats: LayerFormats) -> tuple[int, int]:
+        """Bytes that a token takes in a layer in these formats, scales and zeros included, and how many numbers."""
+        shape, dtype = self.stored[index]
+        _, num_kv_heads, *head_dims = shape
+        num_bytes = KVLayout(formats.key, formats.value).bytes_per_token(shape, self.stored_as or dtype)
+        return num_bytes, num_kv_heads * sum(head_dims)
+
     def bits(self, config: KVQuantConfig) -> float | None:
-        """Mean bits of a stored number in the layers that are quantised, or could be; `None` if nothing was stored."""
+        """Mean bits of a stored number in the layers that are quantised, or could be; `None` if nothing is measured."""
         if self.meter is None:
             return None
-        sizes = [self.meter.sizes(index, config.formats(index)) for index in self.signals]
-        return 8 * sum(num_bytes for num_bytes, _ in sizes) / sum(num_values for _, num_values in sizes)
+        return _mean_bits(self.size(index, config.formats(index)) for index in self.signals)
 
     def _config_of(self, layers: Mapping[int, LayerFormats]) -> KVQuantConfig:
         """A config with these layers. The formats of most layers become its defaults."""
@@ -411,7 +452,10 @@ class _Check:
         return found
 
     def remedies(self, config: KVQuantConfig, problems: Iterable[Finding]) -> dict[int, LayerFormats]:
-        """Per layer with a problem, the first good enough formats: its own with the usual transforms, or a preset's."""
+        """Per layer with a problem, the first good enough formats: its own with the usual transforms, or a preset's.
+
+        They are good enough only if they would be accepted: what nothing is known of is no remedy.
+        """
         found = {}
         named = {finding.layer_idx for finding in problems}
         for index in self.signals:
@@ -420,8 +464,15 @@ class _Check:
             if index in named or (None in named and not self.is_good(index, asked)):
                 choices = [LayerFormats(asked.key, asked.value), *self._usable(index)]
                 good = (formats for formats in choices if formats != asked and self.is_good(index, formats))
-                found[index] = next(good, None)
+                accepted = (x for x in good if not _problems([self.layer(index, x)], None, "", is_given=True))
+                found[index] = next(accepted, None)
         return {index: formats for index, formats in found.items() if formats is not None}
+
+
+def _mean_bits(sizes: Iterable[tuple[int, int]]) -> float:
+    """Mean bits of a number, from each layer's bytes and numbers of a token."""
+    num_bytes, num_values = map(sum, zip(*sizes, strict=True))
+    return 8 * num_bytes / num_values
 
 
 def _problems(layers: Sequence[LayerCheck], kld: float | None, default: str, *, is_given: bool) -> list[Finding]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,9 +19,9 @@ from ..cache.cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
 from ..calibration.text import MIN_TOKENS, read_windows
 from ..config import KVQuantConfig, LayerFormats
-from ..models.probing import chunks_of, forward
+from ..models.probing import arbitrary_ids, chunks_of, forward
 from ..models.text_config import positions_of, text_config_of
-from ..spec.layout import KVLayout, Shape
+from ..spec.layout import Shape
 from ..transforms.of_model import key_transforms
 from .replay import Replay
 from .signals import reason_of
@@ -116,6 +115,29 @@ def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
     return logits
 
 
+def divergence(exact: Tensor, other: Tensor) -> Tensor:
+    """The KL divergence of each next-token distribution (`other`) from an exact one, nats: `[...]` float32 on the CPU.
+
+    Both are `[..., vocab_size]` float32 log-probabilities, which may be minus infinity, as for the padding of a
+    vocabulary: what the exact one excludes adds nothing, and what only the other excludes makes it infinite.
+    """
+    probabilities = exact.exp()
+    terms = (probabilities * (exact - other)).masked_fill_(probabilities == 0, 0.0)
+    return terms.sum(-1).cpu()
+
+
+def stored_shapes(model: PreTrainedModel) -> dict[int, tuple[Shape, torch.dtype]]:
+    """By layer, the shape and the dtype of what it caches. Sends one token through the model, which is patched.
+
+    Raises:
+        CannotMeasure: The model cannot be run.
+    """
+    cache = KVQuantCache(model.config, "none")
+    _logits(model, arbitrary_ids(model, 1), cache)
+    layers = {index: layer.storage for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
+    return {index: (layer.shape, layer.dtype) for index, layer in layers.items() if layer.dtype is not None}
+
+
 class Estimate(NamedTuple):
     """A mean over tokens and its standard error, which is infinite if the mean is."""
 
@@ -160,16 +182,13 @@ class Meter:
     Args:
         model: Patched.
         ids: The text.
-        stored_as: The dtype of caches, if the model computes in another one while it is measured. See `in_float32`.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor, stored_as: torch.dtype | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         self.model, self.ids = model, ids
         self.chunks = chunks_of(ids, 1, CHUNK)
         self.num_scored = ids[:, 1:].numel()
         self.longest = ids.shape[1]
-        self._stored_as = stored_as
-        self._stored: dict[int, tuple[Shape, torch.dtype]] = {}  # by layer: the shape and dtype of its cache
         # Single layers are measured on the last quarter of the text.
         self._num_last = max(1, round(TAIL_SHARE * (len(self.chunks) - 1)))
         cache = self._cache(KVQuantConfig.from_preset("none"))
@@ -190,13 +209,13 @@ class Meter:
         divergences, same, losses = [], [], []
         start = 1
         for reference, logits in zip(self.reference, self._run(self._cache(config)), strict=True):
-            exact, other = _log_probabilities(reference), _log_probabilities(logits)
-            divergences.append(_divergences(exact, other))
+            exact, other = (each.float().log_softmax(-1) for each in (reference, logits))
+            divergences.append(divergence(exact, other).flatten())
             same.append((exact.argmax(-1) == other.argmax(-1)).flatten())
             # What was said next; nothing is known of it behind the last token.
             said = self.ids[:, start + 1 : start + 1 + exact.shape[1], None].to(exact.device)
-            change = (exact - other)[:, : said.shape[1]].gather(2, said)
-            losses.append(change.flatten())
+            likely, now = (each[:, : said.shape[1]].gather(2, said) for each in (exact, other))
+            losses.append((likely - now).masked_fill(likely == now, 0.0).flatten())  # both may be minus infinity
             start += exact.shape[1]
         loss = Estimate.of(torch.cat(losses))
         ratio = math.exp(min(loss.mean, 700.0))
@@ -216,16 +235,10 @@ class Meter:
         if self._replay is None:
             return self.cost(config).kld
         found = [
-            _divergences(_log_probabilities(reference), _log_probabilities(logits))
+            divergence(reference.float().log_softmax(-1), logits.float().log_softmax(-1)).flatten()
             for reference, logits in zip(self.reference[-self._num_last :], self._replayed(config, index), strict=True)
         ]
         return Estimate.of(torch.cat(found))
-
-    def sizes(self, index: int, formats: LayerFormats) -> tuple[int, int]:
-        """Bytes that a token takes in a layer in these formats, scales and zeros included, and how many numbers."""
-        shape, dtype = self._stored[index]
-        _, num_kv_heads, *head_dims = shape
-        return KVLayout(formats.key, formats.value).bytes_per_token(shape, dtype), num_kv_heads * sum(head_dims)
 
     def reads_codes(self, formats: LayerFormats) -> bool:
         """Whether the text is long enough for keys to be read as codes, or the model's context is too short anyway."""
@@ -265,21 +278,7 @@ class Meter:
     def _check_read(self, cache: KVQuantCache) -> None:
         for index, layer in enumerate(cache.layers):
             # Attention sees tokens only through the cache, so a layer that holds all tokens has had them all read.
-            if not isinstance(layer, KVQuantLayer):
-                continue
-            if layer.storage.dtype is not None:
-                self._stored[index] = layer.storage.shape, self._stored_as or layer.storage.dtype
-            if not layer.storage.is_quantized:
+            if not isinstance(layer, KVQuantLayer) or not layer.storage.is_quantized:
                 continue
             if layer.storage.length != self.longest:
                 raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {self.longest} tokens")
-
-
-def _log_probabilities(logits: Tensor) -> Tensor:
-    # Padding of the vocabulary may have logits of minus infinity; clamping keeps them from giving NaN.
-    return logits.float().log_softmax(-1).clamp(min=-1e4)
-
-
-def _divergences(exact: Tensor, other: Tensor) -> Tensor:
-    """The divergence of each token, 1-d."""
-    return F.kl_div(other, exact, log_target=True, reduction="none").sum(-1).flatten()

@@ -55,7 +55,7 @@ def balancing_factors(model: PreTrainedModel) -> dict[int, Tensor]:
 
     def look(observation: Observation) -> None:
         found = _factors(observation.query[0, :, NUM_FIRST:].float(), observation.key[0, :, NUM_FIRST:].float())
-        if observation.layer_idx >= 0 and bool((found != 1).any()):
+        if bool((found != 1).any()):
             factors[observation.layer_idx] = found
 
     # Special tokens are at the ends of most vocabularies; some models look for images behind them.
@@ -70,7 +70,7 @@ def balancing_factors(model: PreTrainedModel) -> dict[int, Tensor]:
 def _factors(query: Tensor, key: Tensor) -> Tensor:
     """Of one layer, from `[heads, tokens, head_dim]` float32 each."""
     if key.shape[1] < 2:
-        return torch.ones_like(key[:, 0])
+        return key.new_ones(key.shape[0], key.shape[2])
     queries = query.square().mean(1).unflatten(0, (key.shape[0], -1)).mean(1)
     octaves = (key.var(1) / queries).log2() / 4
     octaves = octaves - octaves.mean(-1, keepdim=True)

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -23,6 +22,7 @@ from ...cache.layers import KVQuantLayer
 from ...config import KVQuantConfig
 from ...models.probing import chunks_of, forward
 from ...patching import patched
+from ...preflight.divergence import divergence
 from ...transforms.of_model import key_transforms
 from ..choices import UNQUANTIZED as UNQUANTIZED
 from ..errors import OutOfMemory, is_out_of_memory
@@ -108,14 +108,6 @@ def dealt(total: int, num_texts: int) -> list[int]:
 def surprise(log_probs: Tensor, target: Tensor) -> Tensor:
     """Negative log-likelihood, `[...]` in nats, of tokens `[...]` int64 under log-probabilities `[..., vocab_size]`."""
     return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-
-
-def divergence(reference: Tensor, log_probs: Tensor) -> Tensor:
-    """KL divergence of one next-token distribution from another, nats: `[...]` float32 on the CPU.
-
-    Both are `[..., vocab_size]` log-probabilities.
-    """
-    return F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1).cpu()
 
 
 @dataclasses.dataclass(frozen=True)

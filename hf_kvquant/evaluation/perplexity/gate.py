@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...config import KVQuantConfig
+from ...preflight.divergence import divergence
 from ..errors import Refused
-from ..measuring.fidelity import UNQUANTIZED, Chunks, Stream, divergence, route
+from ..measuring.fidelity import UNQUANTIZED, Chunks, Stream, route
 from ..measuring.pairs import PairCounter
 from .segments import FIRST_CHUNK
 

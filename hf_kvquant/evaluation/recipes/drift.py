@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ...models.probing import forward
+from ...preflight.divergence import divergence
 from ..measuring.fidelity import surprise
 from ..paired import mean_and_error
 from .cache import joint_cache, plain_cache
@@ -102,9 +103,7 @@ class _Reader:
         """Divergence and surprise of the next tokens, `[texts, tokens]` int64, which were drawn from `log_probs`."""
         read = forward(self.model, ids, cache=self.cache).float().log_softmax(-1)
         reference, self.newest = torch.cat([self.newest, read[:, :-1]], dim=1), read[:, -1:]
-        # Nothing is drawn where the recipe gives 0, whose logarithm is minus infinity.
-        terms = torch.where(log_probs.exp() > 0, log_probs.exp() * (log_probs - reference), 0.0)
-        return terms.sum(-1).cpu(), surprise(reference, ids).cpu()
+        return divergence(log_probs, reference), surprise(reference, ids).cpu()
 
 
 def buckets(tokens: int) -> list[tuple[int, int]]:

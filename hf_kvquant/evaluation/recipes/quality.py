@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...models.probing import forward
-from ..measuring.fidelity import Fidelity, divergence, surprise
+from ...preflight.divergence import divergence
+from ..measuring.fidelity import Fidelity, surprise
 from ..measuring.simulation import simulated
 from ..perplexity.results import kld_of, of_segment
 from ..perplexity.segments import Segments
