@@ -299,3 +299,47 @@ def test_calls_that_choose_their_cache_are_left_alone(
     with caplog.at_level(logging.WARNING):
         greedy(model, left_padded(), **options, **given)
     assert not caplog.records and not report(model).unused
+
+
+@pytest.mark.parametrize(
+    "setting, why",
+    [
+        (
+            {"use_cache": False},
+            "model.generation_config has use_cache=False (set it to True, or pass use_cache=False if you mean it)",
+        ),
+        (
+            {"cache_implementation": "dynamic"},
+            "model.generation_config has cache_implementation='dynamic' (set it to None, or pass cache_implementation "
+            "if you mean it)",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_come_with_a_checkpoint_are_no_choice(
+    setting: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch._log_unquantized.cache_clear()
+    model = models.build("llama")
+    model.generation_config.update(**setting)
+    patch(model, "int8")
+    greedy(model, left_padded(), **setting)
+    greedy(model, left_padded(), generation_config=transformers.GenerationConfig(**setting))
+    ours = [record.message for record in caplog.records if record.name == watch.__name__]
+    assert not ours and not report(model).unused, "the call asks for it, too"
+    greedy(model, left_padded())
+    assert f"so nothing was quantised: {why}. Leave the model" in caplog.text and report(model).unused.endswith(why)
+    model.generation_config.update(**dict.fromkeys(setting))
+    greedy(model, left_padded())
+    assert not report(model).unused
+
+
+def test_a_generate_that_passes_another_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    generate = type(model).generate
+    monkeypatch.setattr(
+        type(model), "generate", lambda *args, **kwargs: generate(*args, **kwargs, **with_cache(DynamicCache()))
+    )
+    patch(model, "int8")
+    greedy(model, left_padded())
+    assert report(model).unused.endswith("its generate passes another cache")
