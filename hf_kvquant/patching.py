@@ -126,7 +126,9 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
         return
     # Partials of module-level functions survive pickle and deepcopy with the model; bound methods would not.
     check = check_capturable if patch.config.capture else None
-    setattr(model, HOOK, functools.partial(prepare_cache, model, check_capturable=check))
+    hook: Any = functools.partial(prepare_cache, model, check_capturable=check)
+    hook.__func__ = getattr(type(model), HOOK, None)  # Kyutai's speech-to-text binds it to its audio codec
+    setattr(model, HOOK, hook)
     for name, function in batching.HOOKS.items():
         setattr(model, name, functools.partial(function, model))
     if hasattr(type(model), _GENERATE):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import pickle
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers.models.clvp import ClvpConfig, ClvpModelForConditionalGenerati
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, report, unpatch
 from hf_kvquant.generate import watch
+from hf_kvquant.generate.hook import HOOK
 from hf_kvquant.models.parts import generating_parts, stand_ins
 from hf_kvquant.state import patch_of
 from hf_kvquant.upstream.releases import cache_of, with_cache
@@ -343,3 +346,13 @@ def test_a_generate_that_passes_another_cache_is_noticed(monkeypatch: pytest.Mon
     patch(model, "int8")
     greedy(model, left_padded())
     assert report(model).unused.endswith("its generate passes another cache")
+
+
+def test_a_part_that_borrows_the_hook_gets_that_of_transformers() -> None:
+    """As Kyutai's speech-to-text lends it to its audio codec, which makes the codec's cache."""
+    model, borrower = models.build("llama"), models.build("llama")
+    patch(model, "int4")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        setattr(borrower, HOOK, types.MethodType(getattr(each, HOOK).__func__, borrower))
+        assert type(cache_of(greedy(borrower, left_padded()))) is DynamicCache
+        assert isinstance(cache_of(greedy(each, left_padded())), KVQuantCache)
