@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.handle import KVHandle
-from ..models.text_config import text_config_of
+from ..models.text_config import decoder_part, text_config_of
 from ..state import notes_on
 from .masks import attention_mask, dense_mask, is_bounds, mask_over_changed
 
@@ -67,7 +67,7 @@ def is_ours(name: str | None) -> bool:
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention implementation of the text model only."""
-    text_config = text_config_of(model)
+    text_config = decoder_part(model.config)
     if text_config._attn_implementation == name or notes_on(model).keeps_attention:
         return
     for key in model.config.sub_configs:
