@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin, PreTrainedModel
 
 from .attention import unregistered as own_attention
-from .attention.registry import implementation_name, is_ours, is_upstream, not_upstream, set_attention
+from .attention.registry import implementation_name, is_ours, is_upstream, joins_masks, not_upstream, set_attention
 from .batching import hook as batching
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig, register_preflight
@@ -298,4 +298,7 @@ def why_dense(model: PreTrainedModel) -> str | None:
         patch = patch_of(model)
         prev = "eager" if patch is None else patch.previous_attention
         return None if is_upstream(prev) else not_upstream(prev)
-    return f"{type(model).__name__} computes attention by itself, outside transformers' registry"
+    name = type(model).__name__
+    if joins_masks(model):
+        return f"{name} joins the masks of its own and the encoder's tokens"
+    return f"{name} computes attention by itself, outside transformers' registry"

@@ -769,6 +769,45 @@ def test_a_cache_has_the_layers_and_heads_of_the_decoder(name: str) -> None:
     compare.assert_same(logits(greedy(model, inputs)), logits(expected), "logits")
 
 
+def t5gemma2() -> Any:
+    """Its decoder attends to its own and the encoder's tokens at once, by a mask joined of both."""
+    half = {**SMALL, "num_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"]}
+    half |= {"sliding_window": 6, "query_pre_attn_scalar": HEAD_DIM}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = {"text_config": half, "vision_config": {**vision, "image_size": 16, "patch_size": 8}}
+    config = transformers.T5Gemma2Config(encoder=encoder, decoder=half, image_token_index=VOCAB_SIZE - 1, **_ENDLESS)
+    model = models.randomized(transformers.T5Gemma2ForConditionalGeneration(config)).eval()
+    model.generation_config.update(**_ENDLESS)
+    return model
+
+
+def test_a_decoder_that_joins_its_masks_attends_to_dequantised_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1234)
+    model = t5gemma2()
+    expected = greedy(model, inputs_of(model))
+    with patched(model, "none"):
+        compare.assert_same(logits(greedy(model, inputs_of(model))), logits(expected), "logits")
+    caplog.clear()
+    cache = RecordingCache(model.config, "int8")
+    with patched(model, "int8"):
+        output = greedy(model, inputs_of(model), **with_cache(beside(model, cache)))
+        reason = "T5Gemma2ForConditionalGeneration joins the masks of its own and the encoder's tokens"
+        assert [layer.reason for layer in report(model).layers] == [reason] * 2
+    replayed = ReferenceCache(
+        model.config, "int8", cache.recorded, key_transforms=hf_kvquant.key_transforms(model, "int8")
+    )
+    forcing = forced(output.sequences)
+    check_equal(
+        output, greedy(model, inputs_of(model), **with_cache(beside(model, replayed)), prefix_allowed_tokens_fn=forcing)
+    )
+    message = (
+        "patch: `static` must be False for T5Gemma2ForConditionalGeneration, got True: it joins the masks of its own "
+        "and the encoder's tokens, of which static caches get one alone. Leave static and max_cache_len out."
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        patch(model, {"preset": "int8", "static": True})
+
+
 def test_half_of_a_pair_is_not_saved(tmp_path: Any) -> None:
     message = (
         "KVQuantCache.save: `model` must be decoder-only, got BartForConditionalGeneration, an encoder-decoder, "

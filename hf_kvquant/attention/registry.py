@@ -39,6 +39,15 @@ _HARMLESS = ("cu_seq_lens", "max_length", "output_", "return_", "num_items")
 _KNOWN = _IGNORED | _SERVED | _REFUSED
 
 
+# Decoders that join the mask of their tokens to that of the encoder's, so that it has to be a tensor.
+_JOIN_MASKS = ("t5gemma2_decoder",)
+
+
+def joins_masks(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder computes with its masks, so that it keeps the attention implementation that it has."""
+    return decoder_part(model.config).model_type in _JOIN_MASKS
+
+
 def implementation_name(prev: str) -> str:
     """The name of our attention over `prev`, such as `"sdpa"` or `"eager"`, which is registered on the first call.
 
@@ -68,7 +77,7 @@ def is_ours(name: str | None) -> bool:
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention implementation of the text model only."""
     text_config = decoder_part(model.config)
-    if text_config._attn_implementation == name or notes_on(model).keeps_attention:
+    if text_config._attn_implementation == name or notes_on(model).keeps_attention or joins_masks(model):
         return
     for key in model.config.sub_configs:
         if getattr(model.config, key, None) is text_config:
