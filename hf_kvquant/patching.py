@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin, PreTrainedModel
 
 from .attention import unregistered as own_attention
-from .attention.registry import implementation_name, is_ours, is_upstream, not_upstream, set_attention
+from .attention.registry import implementation_name, is_ours, is_upstream, joins_masks, not_upstream, set_attention
 from .batching import hook as batching
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig, register_preflight
@@ -143,7 +143,9 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
         return
     # Partials of module-level functions survive pickle and deepcopy with the model; bound methods would not.
     check = check_capturable if patch.config.capture else None
-    setattr(model, HOOK, functools.partial(prepare_cache, model, check_capturable=check))
+    hook: Any = functools.partial(prepare_cache, model, check_capturable=check)
+    hook.__func__ = getattr(type(model), HOOK, None)  # Kyutai's speech-to-text binds it to its audio codec
+    setattr(model, HOOK, hook)
     for name, function in batching.HOOKS.items():
         setattr(model, name, functools.partial(function, model))
     if hasattr(type(model), _GENERATE):
@@ -321,4 +323,7 @@ def why_dense(model: PreTrainedModel) -> str | None:
         patch = patch_of(model)
         prev = "eager" if patch is None else patch.previous_attention
         return None if is_upstream(prev) else not_upstream(prev)
-    return f"{type(model).__name__} computes attention by itself, outside transformers' registry"
+    name = type(model).__name__
+    if joins_masks(model):
+        return f"{name} joins the masks of its own and the encoder's tokens"
+    return f"{name} computes attention by itself, outside transformers' registry"

@@ -702,6 +702,12 @@ MUTATIONS = [
     *of(
         "hf_kvquant/patching.py",
         (
+            "    hook.__func__ =",
+            "    hook.unbound =",
+            "a model that lends its hook to a part raises an error",
+            "parts",
+        ),
+        (
             "    batching.close(model)\n",
             "",
             "a manager goes on after unpatch",
@@ -984,6 +990,24 @@ MUTATIONS = [
             "    return inputs",
             "a long text runs over another cache",
             "switching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/generate/watch.py",
+        (
+            "None if self.is_choice else self.why_other",
+            "None",
+            "nobody learns that a checkpoint asks for no cache",
+            "parts",
+        ),
+    ),
+    *of(
+        "hf_kvquant/models/text_config.py",
+        (
+            'theirs = mapped.replace("encoder", "decoder")',
+            "pass",
+            "a decoder alone has the layers of an encoder",
+            "encoder_decoder",
         ),
     ),
     *of(

@@ -32,8 +32,9 @@ import hf_kvquant
 from hf_kvquant import KVQuantCache, patch, patched, report, unpatch
 from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.generate import encoder_decoder
-from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache, croppable
+from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache, croppable, decoder_cache
 from hf_kvquant.models.probing import keys_of_a_token
+from hf_kvquant.models.text_config import text_config_of
 from hf_kvquant.upstream.releases import CACHE, MAKES_MASKS_FIRST, cache_of, with_cache
 
 WIDTH = 2 * HEAD_DIM
@@ -705,22 +706,106 @@ def test_a_decoder_with_an_encoders_states_gets_a_pair() -> None:
     assert str(raised.value) == message
 
 
-def test_a_decoder_with_fewer_layers_than_its_encoder() -> None:
-    """As in ByT5. Its cache has the layers of the decoder."""
+# Models whose decoder has other numbers of layers and heads than the encoder that its config also describes.
+UNEVEN = {**BART, "encoder_layers": 3, "encoder_attention_heads": 4}
+_ENDLESS = {"eos_token_id": None, "pad_token_id": PAD, "decoder_start_token_id": BOS}
+
+
+def t5_of_two() -> Any:
+    """As ByT5."""
+    config = transformers.T5Config(**{**T5, **_ENDLESS, "num_layers": 4, "num_decoder_layers": 2})
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def prophetnet(model: str) -> Any:
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": WIDTH, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"num_encoder_attention_heads": 4, "num_decoder_attention_heads": 2}
+    layers = {"num_encoder_layers": 3, "num_decoder_layers": 2, "max_position_embeddings": 64}
+    return getattr(transformers, model)(transformers.ProphetNetConfig(**sizes, **heads, **layers, **_ENDLESS))
+
+
+def donut() -> Any:
+    """A decoder of mBART's beside an encoder of another family."""
+    vision = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vit = transformers.ViTConfig(**vision, image_size=16, patch_size=8)
+    half = transformers.MBartConfig(**{**UNEVEN, **_ENDLESS}, is_decoder=True, add_cross_attention=True)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, half, **_ENDLESS)
+    return transformers.VisionEncoderDecoderModel(config)
+
+
+DECODERS_OF_TWO: dict[str, Callable[[], Any]] = {
+    "t5": t5_of_two,
+    "bart": lambda: transformers.BartForCausalLM(transformers.BartConfig(**{**UNEVEN, **_ENDLESS})),
+    # As distil-whisper, which assists Whisper by its decoder alone.
+    "whisper": lambda: transformers.WhisperForCausalLM(
+        transformers.WhisperConfig(**{**UNEVEN, **WHISPER, **_ENDLESS, "max_position_embeddings": None})
+    ),
+    "prophetnet": functools.partial(prophetnet, "ProphetNetForConditionalGeneration"),
+    "prophetnet alone": functools.partial(prophetnet, "ProphetNetForCausalLM"),
+    "donut": donut,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS_OF_TWO)
+def test_a_cache_has_the_layers_and_heads_of_the_decoder(name: str) -> None:
     torch.manual_seed(1234)
-    config = transformers.T5Config(
-        vocab_size=VOCAB_SIZE, d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=4, num_decoder_layers=2, num_heads=4,
-        decoder_start_token_id=BOS, eos_token_id=None, pad_token_id=PAD,
-    )  # fmt: skip
-    model = models.randomized(transformers.T5ForConditionalGeneration(config)).eval()
-    inputs = models.left_padded()
-    expected = greedy(model, inputs)
+    model = models.randomized(DECODERS_OF_TWO[name]()).eval()
+    for key, value in {**_ENDLESS, "forced_eos_token_id": None}.items():
+        setattr(model.generation_config, key, value)
+    pixels = {"pixel_values": torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    inputs = pixels if name == "donut" else models.left_padded()
+    described, expected = model.config.to_dict(), greedy(model, inputs)
     with patched(model, "none"):
         output = greedy(model, inputs)
-        assert len(report(model).layers) == 2
-    assert len(cache_of(output).self_attention_cache.layers) == 2
-    assert (config.num_layers, config.num_decoder_layers) == (4, 2), "the model's own config stays"
     compare.assert_same(logits(output), logits(expected), "logits")
+    with patched(model, "int4"):
+        output = greedy(model, inputs)
+        cache = decoder_cache(cache_of(output))
+        assert cache is not None and len(report(model).layers) == len(cache.layers) == 2
+        assert all(storage.length == cache.get_seq_length() > 0 for storage in cache.storages)
+        assert text_config_of(model).num_attention_heads == cache.storages[0].shape[1]
+        assert name != "donut" or not is_ours(model.encoder.config._attn_implementation)
+    assert model.config.to_dict() == described, "the model's own config stays"
+    compare.assert_same(logits(greedy(model, inputs)), logits(expected), "logits")
+
+
+def t5gemma2() -> Any:
+    """Its decoder attends to its own and the encoder's tokens at once, by a mask joined of both."""
+    half = {**SMALL, "num_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"]}
+    half |= {"sliding_window": 6, "query_pre_attn_scalar": HEAD_DIM}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = {"text_config": half, "vision_config": {**vision, "image_size": 16, "patch_size": 8}}
+    config = transformers.T5Gemma2Config(encoder=encoder, decoder=half, image_token_index=VOCAB_SIZE - 1, **_ENDLESS)
+    model = models.randomized(transformers.T5Gemma2ForConditionalGeneration(config)).eval()
+    model.generation_config.update(**_ENDLESS)
+    return model
+
+
+def test_a_decoder_that_joins_its_masks_attends_to_dequantised_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1234)
+    model = t5gemma2()
+    expected = greedy(model, inputs_of(model))
+    with patched(model, "none"):
+        compare.assert_same(logits(greedy(model, inputs_of(model))), logits(expected), "logits")
+    caplog.clear()
+    cache = RecordingCache(model.config, "int8")
+    with patched(model, "int8"):
+        output = greedy(model, inputs_of(model), **with_cache(beside(model, cache)))
+        reason = "T5Gemma2ForConditionalGeneration joins the masks of its own and the encoder's tokens"
+        assert [layer.reason for layer in report(model).layers] == [reason] * 2
+    replayed = ReferenceCache(
+        model.config, "int8", cache.recorded, key_transforms=hf_kvquant.key_transforms(model, "int8")
+    )
+    forcing = forced(output.sequences)
+    check_equal(
+        output, greedy(model, inputs_of(model), **with_cache(beside(model, replayed)), prefix_allowed_tokens_fn=forcing)
+    )
+    message = (
+        "patch: `static` must be False for T5Gemma2ForConditionalGeneration, got True: it joins the masks of its own "
+        "and the encoder's tokens, of which static caches get one alone. Leave static and max_cache_len out."
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        patch(model, {"preset": "int8", "static": True})
 
 
 def test_half_of_a_pair_is_not_saved(tmp_path: Any) -> None:

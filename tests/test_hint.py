@@ -13,6 +13,7 @@ from test_preflight import biased, build, text, with_gains, with_outliers
 from transformers import CsmConfig, CsmForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 import hf_kvquant
+from hf_kvquant.calibration.origins import Output, rule_of
 from hf_kvquant.models.probing import hooked
 from hf_kvquant.preflight import hint
 from hf_kvquant.preflight.signals import read_signals
@@ -90,6 +91,15 @@ def test_calibrated_and_measured_models_are_left_alone(caplog: pytest.LogCapture
         model = with_outliers(16.0)
         hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], mode=mode, progress=False)
         assert said(caplog, model, "int4") == []
+
+
+def test_a_norm_without_a_bias_is_one_with_gains(caplog: pytest.LogCaptureFixture) -> None:
+    """As in Moonshine: PyTorch asks a LayerNorm for the bias that it was made without."""
+    model = with_outliers(16.0)
+    for layer in model.model.layers:
+        norm = layer.input_layernorm = torch.nn.LayerNorm(models.HIDDEN_SIZE, bias=False)
+        assert rule_of(Output(norm, (1, models.HIDDEN_SIZE), 0)) == "gain"
+    assert len(said(caplog, model, "int4")) == 1
 
 
 @pytest.mark.parametrize("kind", ["meta", "offloaded", "quantised"])

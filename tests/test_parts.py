@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import pickle
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers.models.clvp import ClvpConfig, ClvpModelForConditionalGenerati
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, report, unpatch
 from hf_kvquant.generate import watch
+from hf_kvquant.generate.hook import HOOK
 from hf_kvquant.models.parts import generating_parts, stand_ins
 from hf_kvquant.state import patch_of
 from hf_kvquant.upstream.releases import cache_of, with_cache
@@ -299,3 +302,57 @@ def test_calls_that_choose_their_cache_are_left_alone(
     with caplog.at_level(logging.WARNING):
         greedy(model, left_padded(), **options, **given)
     assert not caplog.records and not report(model).unused
+
+
+@pytest.mark.parametrize(
+    "setting, why",
+    [
+        (
+            {"use_cache": False},
+            "model.generation_config has use_cache=False (set it to True, or pass use_cache=False if you mean it)",
+        ),
+        (
+            {"cache_implementation": "dynamic"},
+            "model.generation_config has cache_implementation='dynamic' (set it to None, or pass cache_implementation "
+            "if you mean it)",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_come_with_a_checkpoint_are_no_choice(
+    setting: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch._log_unquantized.cache_clear()
+    model = models.build("llama")
+    model.generation_config.update(**setting)
+    patch(model, "int8")
+    greedy(model, left_padded(), **setting)
+    greedy(model, left_padded(), generation_config=transformers.GenerationConfig(**setting))
+    ours = [record.message for record in caplog.records if record.name == watch.__name__]
+    assert not ours and not report(model).unused, "the call asks for it, too"
+    greedy(model, left_padded())
+    assert f"so nothing was quantised: {why}. Leave the model" in caplog.text and report(model).unused.endswith(why)
+    model.generation_config.update(**dict.fromkeys(setting))
+    greedy(model, left_padded())
+    assert not report(model).unused
+
+
+def test_a_generate_that_passes_another_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    generate = type(model).generate
+    monkeypatch.setattr(
+        type(model), "generate", lambda *args, **kwargs: generate(*args, **kwargs, **with_cache(DynamicCache()))
+    )
+    patch(model, "int8")
+    greedy(model, left_padded())
+    assert report(model).unused.endswith("its generate passes another cache")
+
+
+def test_a_part_that_borrows_the_hook_gets_that_of_transformers() -> None:
+    """As Kyutai's speech-to-text lends it to its audio codec, which makes the codec's cache."""
+    model, borrower = models.build("llama"), models.build("llama")
+    patch(model, "int4")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        setattr(borrower, HOOK, types.MethodType(getattr(each, HOOK).__func__, borrower))
+        assert type(cache_of(greedy(borrower, left_padded()))) is DynamicCache
+        assert isinstance(cache_of(greedy(each, left_padded())), KVQuantCache)

@@ -17,6 +17,7 @@ import models
 import pytest
 import tolerances
 import torch
+import transformers
 from models import FAMILIES, ReferenceCache, greedy, left_padded, logits
 from transformers import (
     AutoConfig,
@@ -346,6 +347,13 @@ REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
         "patch: xLSTMForCausalLM does not keep its state in a cache of transformers, so there are no keys and values "
         "to quantise. Leave the model unpatched.",
     ),
+    "no_cache_at_all": (
+        lambda: models.build("openai-gpt", **models._GPT),
+        "int8",
+        NotImplementedError,
+        "patch: OpenAIGPTLMHeadModel does not keep its state in a cache of transformers, so there are no keys and "
+        "values to quantise. Leave the model unpatched.",
+    ),
     "preset": (
         models.llama,
         "k8v8",
@@ -407,6 +415,18 @@ def test_encoders_alone_are_refused(model_type: str) -> None:
     with torch.device("meta"):
         model = AutoModel.from_config(config)
     with pytest.raises(NotImplementedError, match=f"^patch: {type(model).__name__} does not keep its state in a cache"):
+        patch(model, "int8")
+
+
+@pytest.mark.parametrize("name", ["ParakeetForTDT", "ParakeetForRNNT", "NemotronAsrStreamingForRNNT"])
+def test_transducers_are_refused(name: str) -> None:
+    """They have `generate`, and a decoder with a state of fixed size, whose layers some configs count."""
+    transducer = getattr(transformers, name, None)
+    if transducer is None:
+        pytest.skip("this version of transformers does not have it")
+    with torch.device("meta"):
+        model = transducer(transducer.config_class())
+    with pytest.raises(NotImplementedError, match=r"Leave the model unpatched\.$"):
         patch(model, "int8")
 
 

@@ -60,8 +60,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     Inside the block the model is in evaluation mode, without gradients. It attends through PyTorch's
     `scaled_dot_product_attention`, or eagerly if it does not support that.
     """
-    text_config = text_config_of(model)
-    before = text_config._attn_implementation
+    before = text_config_of(model)._attn_implementation
     prev = "sdpa" if model._supports_sdpa else "eager"
     ALL_ATTENTION_FUNCTIONS[NAME] = functools.partial(_attention, prev=prev, observer=observer)
     # transformers makes masks only for globally registered implementations, not for those of one registry object.
@@ -74,8 +73,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
                 stack.enter_context(_SdpaCalls(model, observer, stack))
             yield
     finally:
-        if text_config._attn_implementation != before:
-            set_attention(model, before)
+        set_attention(model, before)
         del ALL_ATTENTION_FUNCTIONS[NAME], AttentionMaskInterface._global_mapping[NAME]
 
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.handle import KVHandle
-from ..models.text_config import text_config_of
+from ..models.text_config import decoder_part, text_config_of
 from ..state import notes_on
 from .masks import attention_mask, dense_mask, is_bounds, mask_over_changed
 
@@ -37,6 +37,15 @@ _REFUSED = frozenset(("indices", "block_indices"))
 # Arguments about packed sequences or outputs, which change nothing where there is a cache.
 _HARMLESS = ("cu_seq_lens", "max_length", "output_", "return_", "num_items")
 _KNOWN = _IGNORED | _SERVED | _REFUSED
+
+
+# Decoders that join the mask of their tokens to that of the encoder's, so that it has to be a tensor.
+_JOIN_MASKS = ("t5gemma2_decoder",)
+
+
+def joins_masks(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder computes with its masks, so that it keeps the attention implementation that it has."""
+    return decoder_part(model.config).model_type in _JOIN_MASKS
 
 
 def implementation_name(prev: str) -> str:
@@ -67,8 +76,8 @@ def is_ours(name: str | None) -> bool:
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention implementation of the text model only."""
-    text_config = text_config_of(model)
-    if text_config._attn_implementation == name or notes_on(model).keeps_attention:
+    text_config = decoder_part(model.config)
+    if text_config._attn_implementation == name or notes_on(model).keeps_attention or joins_masks(model):
         return
     for key in model.config.sub_configs:
         if getattr(model.config, key, None) is text_config:

@@ -33,6 +33,7 @@ from ..storage.layer_store import LayerStore
 from ..upstream.releases import CACHE
 from .families import FAMILIES, Attend, Family, family_of
 from .masks import is_tracing, num_pads
+from .registry import joins_masks
 
 
 def patch(model: nn.Module) -> bool:
@@ -92,6 +93,8 @@ def check_static(model: PreTrainedModel, where: str) -> None:
                 "computes attention by itself, outside transformers' registry, over the whole capacity of a static "
                 "cache"
             )
+    if joins_masks(model):
+        reason = "joins the masks of its own and the encoder's tokens, of which static caches get one alone"
     if reason is not None:
         raise NotImplementedError(
             f"{where}: `static` must be False for {type(model).__name__}, got True: it {reason}. Leave static and "

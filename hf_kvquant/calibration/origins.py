@@ -357,7 +357,9 @@ def rule_of(output: Output) -> Rule | None:
     for rule, value in silent.items():
         # Not `functional_call`: where compressed-tensors (0.20) has dispatched a model, it leaves its numbers in place.
         trial: Any = copy.copy(module)
-        trial._parameters = {name: torch.zeros_like(x) for name, x in module.named_parameters(recurse=False)}
+        # Those that it goes without, such as the bias of a LayerNorm, are `None` among its parameters, and asked for.
+        own = module._parameters.items()
+        trial._parameters = {name: None if each is None else torch.zeros_like(each) for name, each in own}
         trial._parameters["weight"] = torch.full_like(weight, value)
         if not type(module).forward(trial, x).any():
             return rule

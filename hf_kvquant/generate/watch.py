@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..cache.cache import KVQuantCache
 from ..models.parts import stand_ins
 from ..state import notes_on
+from ..upstream.releases import CACHE
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +27,19 @@ class Call:
     """A call of `generate` that is running.
 
     Attributes:
+        is_choice: Whether its arguments ask for another cache, or for none.
         caches: Those of ours that it was given or got.
-        is_left_alone: Whether it asked for another cache, or for none.
+        why_other: Why it got another cache, or none; `None` if it did not.
     """
 
+    is_choice: bool
     caches: list[KVQuantCache] = dataclasses.field(default_factory=list)
-    is_left_alone: bool = False
+    why_other: str | None = None
 
     def why_unquantized(self) -> str | None:
         """Why no cache of ours holds its tokens; `None` if one does, or none was asked for."""
-        if self.is_left_alone:
-            return None
+        if self.why_other is not None:
+            return None if self.is_choice else self.why_other
         if not self.caches:
             return "its generate asks for no cache"
         held = [storage for cache in self.caches for storage in cache.storages]
@@ -51,7 +54,7 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     run = decode or type(model).generate
     if kwargs.get("cache_implementation") == "paged":  # goes to a manager, which has pages
         return run(model, *args, **kwargs)
-    call, notes = Call(), [notes_on(each) for each in (model, *stand_ins(model).values())]
+    call, notes = Call(_is_choice(*args, **kwargs)), [notes_on(each) for each in (model, *stand_ins(model).values())]
     is_outer = not notes[0].calls
     for each in notes:
         each.calls.append(call)
@@ -70,9 +73,30 @@ def note_cache(model: PreTrainedModel, cache: KVQuantCache | None) -> None:
     """Tell the calls of `generate` that are running which cache of ours they have; `None` if they want another."""
     for call in notes_on(model).calls:
         if cache is None:
-            call.is_left_alone = True
+            call.why_other = _why_other(model)
         else:
             call.caches.append(cache)
+
+
+def _is_choice(inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Whether the arguments of a call ask for another cache than ours, or for none."""
+    options = {**(vars(generation_config) if generation_config is not None else {}), **kwargs}
+    names = (CACHE, "past_key_values", "cache_implementation")
+    return options.get("use_cache") is False or any(options.get(name) is not None for name in names)
+
+
+def _why_other(model: PreTrainedModel) -> str:
+    """Why a call that does not ask for another cache gets one: checkpoints come with settings, too."""
+    settings: Any = getattr(model, "generation_config", None)
+    if getattr(settings, "use_cache", None) is False:
+        return "model.generation_config has use_cache=False (set it to True, or pass use_cache=False if you mean it)"
+    implementation = getattr(settings, "cache_implementation", None)
+    if implementation is not None:
+        return (
+            f"model.generation_config has cache_implementation={implementation!r} (set it to None, or pass "
+            "cache_implementation if you mean it)"
+        )
+    return "its generate passes another cache"
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from ..upstream.releases import CACHE
@@ -74,7 +75,12 @@ def keeps_cache(model: PreTrainedModel) -> bool:
     """Whether the model works with transformers' default cache; without `generate`, whether it accepts a cache."""
     is_supported: Callable[[], bool] | None = getattr(model, "_supports_default_dynamic_cache", None)
     if is_supported is not None:
-        return is_supported()
+        # GPT and transducers have `generate`, and no part of them that is given a cache. It may come among **kwargs.
+        return is_supported() and any(_takes_cache(part) for part in model.modules())
     # BERT accepts a cache only as a decoder, which its config tells; other configs have no such attribute.
     is_encoder = getattr(model.config, "is_decoder", None) is False and not model.config.is_encoder_decoder
-    return CACHE in inspect.signature(type(model).forward).parameters and not is_encoder
+    return _takes_cache(model) and not is_encoder
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel) and CACHE in inspect.signature(type(module).forward).parameters

@@ -6,7 +6,6 @@ It refuses what is not a model; the callers decide which models are supported. A
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,17 +32,33 @@ def check_is_model(
         )
 
 
-def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the layers that write text, given that of a model: itself, a part of it, or a changed copy."""
+def decoder_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config that has the attributes of the layers that write text: a model's own, a part of it, or a copy."""
     found: PreTrainedConfig = config.get_text_config(decoder=True)
     if found.is_encoder_decoder and any(found is part for part in vars(config).values()):  # RAG's generator
         found = found.get_text_config(decoder=True)
-    # transformers renames what begins with "decoder", and leaves T5's number of layers to the encoder's.
-    count = getattr(found, "num_decoder_layers", None)
-    if found.is_encoder_decoder and count is not None:
-        found = copy.copy(found)
-        with contextlib.suppress(NotImplementedError):  # ProphetNet's is a sum; its cache has more layers than it fills
-            found.num_hidden_layers = count
+    return found
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """`decoder_part`, or a copy of it, in which the numbers of layers and heads are those of the decoder.
+
+    transformers renames what begins with "decoder", but only in an encoder-decoder: not in a decoder that is a model by
+    itself, such as BartForCausalLM. And it leaves T5's and ProphetNet's number of layers to the encoder's.
+    """
+    found = decoder_part(config)
+    names = {"num_hidden_layers": "num_decoder_layers", "num_attention_heads": "num_decoder_attention_heads"}
+    for name, theirs in names.items():
+        mapped = found.attribute_map.get(name, "")
+        if mapped.startswith("encoder_") and not found.is_encoder_decoder:
+            theirs = mapped.replace("encoder", "decoder")
+        count = count_of(found, theirs)
+        if count is not None and count_of(found, name) not in (None, count):
+            found = copy.copy(found)
+            try:
+                setattr(found, name, count)
+            except NotImplementedError:  # ProphetNet computes its number of layers
+                found.num_encoder_layers -= found.num_hidden_layers - count
     return found
 
 
