@@ -137,18 +137,20 @@ class PageAllocator(FullAttentionCacheAllocator):
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """See `CacheAllocator`."""
-        blocks = self.block_table.setdefault(request_id, [])
         if past_length == 0:
             self._tail_from.pop(request_id, None)  # it was to be offloaded, and begins anew
             self._began[request_id] = self._epoch
+        num_needed = self.needs_new_blocks(request_id, past_length, query_length)
+        if num_needed == 0:  # in nearly all steps
+            return
+        blocks = self.block_table.setdefault(request_id, [])
+        fresh = self.pool.get_free_blocks(self.index, num_needed)
         if self.num_tails and request_id not in self._with_tail:
-            blocks[:0] = self.pool.get_free_blocks(self.index, self.num_tails)
+            blocks[:0] = [fresh.pop(0)]
             self._with_tail.add(request_id)
             if self.sinks is not None and request_id in self._sinks_of:
                 self.sinks.give(self._sinks_of.pop(request_id), blocks[0])
-        blocks.extend(
-            self.pool.get_free_blocks(self.index, self.needs_new_blocks(request_id, past_length, query_length))
-        )
+        blocks.extend(fresh)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """See `CacheAllocator`. Without `no_cache`, the request ends; with it, its blocks may come back.
@@ -315,7 +317,7 @@ class PagedCache(PagedAttentionCache):
         # The request that fills a first block has all sinks then.
         has_sinks_in_block = all(each.page.layout.sink_length <= each.page.num_tokens for each in layers.values())
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing and has_sinks_in_block
-        allocator = PageAllocator(layers, self.allow_block_sharing)
+        self.allocator = allocator = PageAllocator(layers, self.allow_block_sharing)
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
         self.groups: list[Group] = []
         self.counters = ops.new_counters(torch.device(device))
@@ -355,13 +357,6 @@ class PagedCache(PagedAttentionCache):
         room: int = (self.num_blocks - self.allocator.num_tails) * self.allocator.tokens_per_page
         return room
 
-    @property
-    def allocator(self) -> PageAllocator:
-        """The one allocator of all layers."""
-        allocator = self.cache_allocators[FULL_ATTENTION]
-        assert isinstance(allocator, PageAllocator)
-        return allocator
-
     def planned(self, group: Group) -> Group:
         """A group, with a split plan if the GPU's kernel for single tokens serves it.
 
@@ -388,11 +383,14 @@ class PagedCache(PagedAttentionCache):
         if not self.use_prefix_sharing:
             return {}
         allocator, held = self.allocator, state.current_len()
-        before, after = (allocator.num_coded(n) // allocator.tokens_per_page for n in (held, held + request_len))
+        before = allocator.num_coded(held) // allocator.tokens_per_page
+        after = allocator.num_coded(held + request_len) // allocator.tokens_per_page
         return {FULL_ATTENTION: after - before} if after > before else {}
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         """See `PagedAttentionCache`. A request that was offloaded counts all of its blocks anew."""
+        if not complete_blocks:  # in nearly all steps
+            return
         most = self.allocator.num_coded(state.current_len()) // self.allocator.tokens_per_page
         super().mark_complete_blocks(state, {name: min(count, most) for name, count in complete_blocks.items()})
 
