@@ -3,9 +3,9 @@
 //
 // A thread block of four or eight warps takes its share of a unit (schedule.cuh). As in Flash-Decoding, each warp works
 // on its own: it takes one step of every round, copies it through its pipeline (pipeline.cuh) and attends to it
-// (warp_attention.cuh, or plain_attention.cuh where there are no codes), without barriers. Then it attends to tokens of
-// dense windows (tails.cuh). In the end, warps merge through shared memory, and thread blocks through the workspace
-// (combine.cuh).
+// (warp_attention.cuh, or plain_attention.cuh where there are no codes), without barriers. While its first copies are
+// on their way, it attends to tokens of dense windows (tails.cuh). In the end, warps merge through shared memory, and
+// thread blocks through the workspace (combine.cuh).
 //
 // Instructions and power are scarce. At 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code. Reading alone
 // takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz; with this kernel it falls to 1.5 GHz (2026-11).
@@ -24,7 +24,6 @@
 
 #include "../common/quantize.cuh"
 #include "plain_attention.cuh"
-#include "tails.cuh"
 #include "warp_attention.cuh"
 
 namespace hf_kvquant::cuda {
@@ -180,10 +179,6 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
   const bool has_dense_tokens = !Shape::kIsPlain && plan.has_dense_tokens;
-  if (has_dense_tokens) {
-    expect_dense_tokens(params, plan, bounds, tail_slot<Shape::kIsPaged>(plan, segment.b), segment.h,
-                        first_tile(plan, segment, warp), lane);
-  }
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
     pipeline.fill(params, plan, chunk_list, stage, first_step + stage * stride);
@@ -227,7 +222,19 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     commit_copies();
   }
 
-  // --- prepare the query during the copies
+  // --- during the copies: load a tile of dense tokens, and prepare the query
+  std::conditional_t<Shape::kIsPlain, bool, DenseTile<Shape>> tile;
+  const DenseTokens dense_tokens(params, plan, bounds);
+  int first_dense = first_tile(plan, segment, warp) * kTailTileTokens;
+  const auto has_tile = [&] { return has_dense_tokens && first_dense < dense_tokens.count; };
+  const auto load_tile = [&] {
+    if constexpr (!Shape::kIsPlain) {
+      tile.load(params, new_tokens, plan, segment, bounds, dense_tokens, first_dense, lane);
+    }
+  };
+  bool is_loaded = false;
+  if constexpr (!Shape::kIsPlain) is_loaded = DenseTile<Shape>::kIsLoadedAtOnce && has_tile();
+  if (is_loaded) load_tile();
   for_all<kRowsOfWarp>([&](int i) {
     const int slot = i * num_warps + warp;
     if (slot < Shape::kRows) {
@@ -253,9 +260,24 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   __syncthreads();
 
   // --- attend
+  Attention attention(lane);
+  if constexpr (!Shape::kIsPlain) {
+    if (has_tile()) {
+#pragma unroll 1
+      do {
+        if (!is_loaded) load_tile();
+        attention.add(params, plan.rows, segment, span, dense_tokens.start, memory + plan.plain_query_at, constants,
+                      tile);
+        tile.store_new();
+        is_loaded = false;
+        first_dense += (segment.num_parts << plan.warps_log2) * kTailTileTokens;
+      } while (has_tile());
+      attention.end_dense_tokens();
+    }
+  }
   const int of_tail = Shape::kIsBlocked ? tail_slot<Shape::kIsPaged>(plan, segment.b) : 0;
-  Attention attention(params, planes, memory + plan.plain_query_at, factors, query_sums,
-                      first_of_tail / Pipeline::kStepTokens, of_tail, lane);
+  attention.load(params, planes, memory + plan.plain_query_at, factors, query_sums,
+                 first_of_tail / Pipeline::kStepTokens, of_tail, lane);
   const unsigned char* before = stages;
   stage = 0;
   for (int step = first_step; step < segment.last_step; step += stride) {
@@ -290,11 +312,6 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   wait_for_copies<0>();
   __syncwarp();
   attention.share(reinterpret_cast<float*>(stages), sums + warp * Shape::kRows);
-  if (has_dense_tokens) {
-    __syncwarp();
-    attend_to_dense_tokens<Shape>(params, new_tokens, plan, segment, bounds, memory + plan.plain_query_at, constants,
-                                  reinterpret_cast<float*>(stages), sums + warp * Shape::kRows, warp, lane);
-  }
   __syncthreads();
   Combine<Shape::kRows, Shape::kHeadDim, Shape::kIsPaged>::merge(
       params, plan, segment, reinterpret_cast<const float*>(pipelines), num_stages * Pipeline::kStageBytes / 4,

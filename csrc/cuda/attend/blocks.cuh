@@ -10,10 +10,13 @@
 // as it came. They take at most four steps, so each warp has at most one of these, its last. (Where values are dense
 // too, in a window of the newest tokens, the block ends before that window: tails.cuh.)
 //
-// Tried and no faster (H200, 2026-11): warps that take the four steps of a block one after the other, and scale the
-// query once for all of them. One warp then reads the whole tail, step after step, and waits for each: 64 x 8k took 168
-// us instead of 162. Only where a window takes most of the tail it saved 1 %. The steps of the tail would have to stay
-// with four warps.
+// Tried and no faster (H200, 2026-11). The query is scaled for the 32 tokens of each step, though a block has 128: 72 of
+// 519 instructions, and instructions limit these kernels.
+// - Warps that take the four steps of a block one after the other, and scale the query once: 64 x 8k took 168 us instead
+//   of 162. One warp then reads the whole tail, and waits for each of its steps.
+// - Steps of 64 tokens. Unrolled, these are 18 % fewer instructions, but they no longer fit the instruction cache. As
+//   two passes of the same code they do. Both took 153 us instead of 162 at 64 x 8k, but 50 instead of 48 at 1 x 128k,
+//   and 15 instead of 14.6 with dense windows at 1 x 2k.
 #pragma once
 
 #include "query.cuh"
@@ -149,16 +152,7 @@ class Blocks {
         if (c < side.head_dim) key[h] = *reinterpret_cast<const uint4*>(row + c);
       });
       for_all<kColumnTiles>([&](int n) {
-        const int row = Shape::kIsPaired ? g_ >> 1 : 8 * n + g_;
-        uint4 query = *reinterpret_cast<const uint4*>(plain_query_ + (row * Shape::kHeadDim + c) * 2);
-        if (Shape::kIsPaired && (g_ & 1) != 0) query = {0, 0, 0, 0};
-        if (side.tail_dtype == Dtype::bf16) {
-          multiply_bfloats(sum[i][n], key[0].x, key[1].x, key[0].y, key[1].y, query.x, query.y);
-          multiply_bfloats(sum[i][n], key[0].z, key[1].z, key[0].w, key[1].w, query.z, query.w);
-        } else {
-          multiply_halves(sum[i][n], key[0].x, key[1].x, key[0].y, key[1].y, query.x, query.y);
-          multiply_halves(sum[i][n], key[0].z, key[1].z, key[0].w, key[1].w, query.z, query.w);
-        }
+        multiply_dense(side.tail_dtype, sum[i][n], key[0], key[1], plain_query<Shape>(plain_query_, n, c, g_));
       });
     });
   }

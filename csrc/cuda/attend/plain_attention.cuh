@@ -23,20 +23,20 @@ class PlainAttention {
 
  public:
   // Takes what WarpAttention takes.
-  __device__ __forceinline__ PlainAttention(const DecodeParams& params, const unsigned char* planes,
-                                            const unsigned char*, const float*, const float*, int, int, int lane)
-      : g_(lane >> 2),
-        t_(lane & 3),
-        is_half_(params.query.dtype == Dtype::fp16),
-        factor_(params.softmax_scale * kLog2E) {
+  __device__ __forceinline__ explicit PlainAttention(int lane) : g_(lane >> 2), t_(lane & 3) {
+    for_all<kColumnTiles, 2>([&](int n, int i) { maximum_[n][i] = -INFINITY, sum_[n][i] = 0.f; });
+    for_all<kColumnTiles, kTiles, 4>([&](int n, int j, int i) { output_[n][j][i] = 0.f; });
+  }
+
+  __device__ __forceinline__ void load(const DecodeParams& params, const unsigned char* planes, const unsigned char*,
+                                       const float*, const float*, int, int, int lane) {
+    is_half_ = params.query.dtype == Dtype::fp16, factor_ = params.softmax_scale * kLog2E;
     keys_at_ = plain_matrix_row<Shape::kKeyRowBytes>(lane, lane >> 3 & 1, lane >> 4);
     values_at_ = Pipeline::kValueAt + plain_matrix_row<Shape::kValueRowBytes>(lane, lane >> 4, lane >> 3 & 1);
     for_all<kColumnTiles, kTiles, 2>([&](int n, int j, int i) {
       const int at = (8 * n + g_) * Shape::kHeadDim + 16 * j + 8 * i + 2 * t_;
       query_[n][j][i] = *reinterpret_cast<const uint32_t*>(planes + 2 * at);
     });
-    for_all<kColumnTiles, 2>([&](int n, int i) { maximum_[n][i] = -INFINITY, sum_[n][i] = 0.f; });
-    for_all<kColumnTiles, kTiles, 4>([&](int n, int j, int i) { output_[n][j][i] = 0.f; });
   }
 
   // Attends to a step.

@@ -174,6 +174,31 @@ struct QueryOperands {
   }
 };
 
+// --- dense keys
+
+// The B operand of products with dense keys: channels c ... c + 7 of a lane's query row in column tile n, from
+// `queries`, which are untransformed, [kRows][kHeadDim] of 16 bits.
+template <class Shape>
+__device__ __forceinline__ uint4 plain_query(const unsigned char* queries, int n, int c, int g) {
+  const int row = Shape::kIsPaired ? g >> 1 : 8 * n + g;
+  const uint4 query = *reinterpret_cast<const uint4*>(queries + (row * Shape::kHeadDim + c) * 2);
+  return Shape::kIsPaired && (g & 1) != 0 ? uint4{0, 0, 0, 0} : query;
+}
+
+// sum += keys · query over 32 channels: `low` is the lane's share of row g, `high` of row g + 8.
+__device__ __forceinline__ void multiply_dense(Dtype dtype, float (&sum)[4], const uint4& low, const uint4& high,
+                                               const uint4& query) {
+  if (dtype == Dtype::bf16) {
+    multiply_bfloats(sum, low.x, high.x, low.y, high.y, query.x, query.y);
+    multiply_bfloats(sum, low.z, high.z, low.w, high.w, query.z, query.w);
+  } else {
+    multiply_halves(sum, low.x, high.x, low.y, high.y, query.x, query.y);
+    multiply_halves(sum, low.z, high.z, low.w, high.w, query.z, query.w);
+  }
+}
+
+// --- keys in groups or blocks
+
 // a / 16 in float16, both halves.
 __device__ __forceinline__ uint32_t sixteenth(uint32_t halves) { return multiply_halves(halves, 0x2c002c00u); }
 

@@ -1,19 +1,19 @@
-// Attends to the tokens of dense windows, which are kept unquantised in the tail of a side. The warps of the attention
-// kernel do so after the codes, with `attend_to_dense_tokens`.
+// Attends to the tokens of dense windows, which are kept unquantised in the tail of a side. WarpAttention::add adds a
+// tile of them to what a warp has.
 //
-// A warp takes 16 tokens at a time: tensor cores multiply keys by the untransformed query, weights stay float32. There
-// are few such tokens, and the time goes into waiting for memory and for instructions that are in no cache. So
-// everything is loaded at once, and there is little code. Windows of 32 tokens add 13 us to 135 at 64 x 8k, and 5 to 9
-// at 1 x 8k (H200, int4, 2026-11). As separate thread blocks they added 24 and 2.5: those that wait keep others from
-// reading. With eight tokens at a time, twice as many warps take part: 4 + 28 tokens added 4 us instead of 6 at 1 x 128k
-// and 2 instead of 4 at 1 x 2k. But 4 + 32 at 64 x 8k, where four warps then take two rounds, added 18 instead of 14. So
-// eight would have to be for what fits one round.
+// There are few such tokens, and the time goes into waiting for memory and for instructions that are in no cache. So a
+// warp takes its tile while its first copies are on their way. It loads all rows at once, and tensor cores multiply keys
+// by the untransformed query and values by weights. A weight is the sum of two 16-bit numbers, so that nothing of its
+// float32 is lost that a result could show. 4 + 28 tokens of int4 add 7 us to 138 at 64 x 8k and 3 to 9.5 at 1 x 2k
+// (H200, 2026-11). Behind the codes, the same tiles took 13 and 4: other warps waited for those that had one, and by
+// then the rows had left the L2 cache. As separate thread blocks they took 24 and 2.5.
 #pragma once
 
-#include "schedule.cuh"
-#include "shape.cuh"
+#include "query.cuh"
 
 namespace hf_kvquant::cuda {
+
+constexpr int kWeightParts = 2;  // 16-bit numbers whose sum is a weight
 
 // The dense tokens of a sequence, numbered in this order: first tokens that have left the window of the newest ones,
 // then that window, padding included.
@@ -40,27 +40,12 @@ __device__ __forceinline__ int first_tile(const DecodePlan& plan, const Segment&
   return (segment.part << plan.warps_log2) + warp;
 }
 
-// Prefetches the rows of a warp's first tile. Takes no segment: one that a function refers to is kept in memory.
-static __device__ __noinline__ void expect_dense_tokens(const DecodeParams& params, const DecodePlan& plan,
-                                                        const Bounds& bounds, int tail_slot, int head, int tile,
-                                                        int lane) {
-  constexpr int kLineBytes = 128;
-  const DenseTokens tokens(params, plan, bounds);
-  const int token = tokens.token(tile * kTailTileTokens + lane % kTailTileTokens);
-  if (token < 0) return;
-  const Side& side = lane < kTailTileTokens ? params.key_side : params.value_side;
-  const int64_t row = tail_slot * side.tail_stride_b + head * side.tail_stride_h +
-                      tail_row(side, token, tokens.start, params.sink_length) * side.tail_stride_t;
-  for (int byte = 0; byte < 2 * side.head_dim; byte += kLineBytes) {
-    prefetch(static_cast<const char*>(side.tail) + 2 * row + byte);
-  }
-}
-
 // The rows of a side that a warp takes: each lane of a half of the warp knows the place of one token.
 struct DenseRows {
   const uint16_t* row;  // of this lane's token: in the new keys or values if it is new, else in the tail
   uint16_t* target;     // of a new token, in the tail
 
+  DenseRows() = default;
   __device__ DenseRows(const Side& side, const Dense& dense, const Segment& segment, int tail_slot, int token,
                        int start, int dense_first, int first_new) {
     target = static_cast<uint16_t*>(side.tail) + (tail_slot * side.tail_stride_b + segment.h * side.tail_stride_h +
@@ -83,181 +68,147 @@ struct DenseRows {
   }
 };
 
-// Adds 16 dense tokens, from number `first` on, to a warp's partial result of a unit: the output of every row, and its
-// maximum and sum, in log2 units and without the constants of rows, as for codes. `queries` are untransformed,
-// [kRows][kHeadDim] of 16 bits. Writes new tokens among these to the tails, if the plan appends.
+// A tile of 16 dense tokens, from number `first` on. Lane (g, t) holds keys of tokens g and g + 8, channels 8t ... 8t + 7
+// of every 32, and values of tokens 2t, 2t + 1, 2t + 8 and 2t + 9, in the channels of its rows of output tiles
+// (ValueWords). What does not exist is 0.
 template <class Shape>
-__device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const NewTokens& new_tokens,
-                                               const DecodePlan& plan, const Segment& segment, const Bounds& bounds,
-                                               const DenseTokens& tokens, int first, const unsigned char* queries,
-                                               const float* constants, float* outputs, float2* sums, int lane) {
-  constexpr int kHeadDim = Shape::kHeadDim, kChunks = kHeadDim / 32, kPerLane = kHeadDim / kLanes;
-  constexpr int kColumnTiles = Shape::kColumnTiles, kRows = Shape::kRows;
-  const int g = lane >> 2, t = lane & 3;
-  const Side &keys = params.key_side, &values = params.value_side;
-  const int first_position = bounds.num_tokens(plan) - params.q_len;
-  const int first_new = plan.appends ? bounds.length - new_tokens.q_len : INT32_MAX;
+class DenseTile {
+  using Channels = ValueWords<Shape::kValue, Shape::kValueRowBytes>;
+  static constexpr int kKeyChunks = Shape::kHeadDim / 32;
+  static constexpr int kWords = Channels::kTilesPerChunk;  // of a value's chunk: one for each output tile
 
-  // --- load keys, in the lanes that multiply them, and values, a lane's channels of all tokens
-  const int own = tokens.token(first + lane % kTailTileTokens), exists = max(own, 0);
-  const int slot = tail_slot<Shape::kIsPaged>(plan, segment.b), start = tokens.start, sinks = params.sink_length;
-  const DenseRows key_rows(keys, new_tokens.key, segment, slot, exists, start, sinks, first_new);
-  const DenseRows value_rows(values, new_tokens.value, segment, slot, exists, start, sinks, first_new);
-  uint4 key[2][kChunks];
-  int token[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const uint16_t* row = key_rows.row_of(g + 8 * h);
-    token[h] = __shfl_sync(kAllLanes, own, g + 8 * h);
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      const int c = 32 * j + 8 * t;
-      key[h][j] = {0, 0, 0, 0};
-      if (token[h] >= 0 && c < keys.head_dim) key[h][j] = *reinterpret_cast<const uint4*>(row + c);
-    }
-  }
-  const bool has_value = lane * kPerLane < values.head_dim;
-  uint32_t value[kTailTileTokens][kPerLane / 2];
-#pragma unroll
-  for (int i = 0; i < kTailTileTokens; ++i) {
-    const uint16_t* row = value_rows.row_of(i);
-#pragma unroll
-    for (int w = 0; w < kPerLane / 2; ++w) value[i][w] = 0;
-    if (first + i < tokens.count && has_value) load_words<2 * kPerLane>(row + lane * kPerLane, value[i]);
+ public:
+  // Else rows are loaded when they are used: there are too few registers.
+  static constexpr bool kIsLoadedAtOnce = Shape::kRows <= 8 && Shape::kHeadDim <= 128;
+  int token[2];  // that the lane has keys of, -1 beyond the last
+
+  // Starts loading: all lanes call this together. `first` may be beyond the last.
+  __device__ __forceinline__ void load(const DecodeParams& params, const NewTokens& new_tokens, const DecodePlan& plan,
+                                       const Segment& segment, const Bounds& bounds, const DenseTokens& tokens,
+                                       int first, int lane) {
+    g_ = lane >> 2, t_ = lane & 3;
+    num_key_channels_ = params.key_side.head_dim, num_value_channels_ = params.value_side.head_dim;
+    const int own = tokens.token(first + lane % kTailTileTokens), exists = max(own, 0);
+    const int slot = tail_slot<Shape::kIsPaged>(plan, segment.b), start = tokens.start, sinks = params.sink_length;
+    const Side &keys = params.key_side, &values = params.value_side;
+    first_new_ = plan.appends ? bounds.length - new_tokens.q_len : INT32_MAX;
+    key_rows_ = DenseRows(keys, new_tokens.key, segment, slot, exists, start, sinks, first_new_);
+    value_rows_ = DenseRows(values, new_tokens.value, segment, slot, exists, start, sinks, first_new_);
+    has_new_ = __any_sync(kAllLanes, own >= first_new_);
+    for_all<2>([&](int h) {
+      key_row_[h] = key_rows_.row_of(g_ + 8 * h);
+      token[h] = __shfl_sync(kAllLanes, own, g_ + 8 * h);
+      if constexpr (kIsLoadedAtOnce) for_all<kKeyChunks>([&](int j) { key_[h][j] = load_key(h, j); });
+    });
+    for_all<4>([&](int i) {
+      value_row_[i] = value_rows_.row_of(number(i));
+      value_token_[i] = __shfl_sync(kAllLanes, own, number(i));
+      if constexpr (kIsLoadedAtOnce) {
+        for_all<Channels::kChunks>([&](int chunk) { load_value(chunk, i, value_[chunk][i]); });
+      }
+    });
   }
 
-  // --- scores
-  float score[kColumnTiles][4] = {};
-  for_all<kColumnTiles, kChunks>([&](int n, int j) {
-    uint4 query = {0, 0, 0, 0};
-    if (8 * n + g < kRows) {
-      query = *reinterpret_cast<const uint4*>(queries + ((8 * n + g) * kHeadDim + 32 * j + 8 * t) * 2);
+  // query · key of all rows of `queries`, which are untransformed, [kRows][kHeadDim] of 16 bits.
+  __device__ __forceinline__ void multiply_keys(Dtype dtype, const unsigned char* queries,
+                                                float (&score)[Shape::kColumnTiles][4]) const {
+    for_all<kKeyChunks>([&](int j) {
+      const uint4 low = find_key(0, j), high = find_key(1, j);
+      for_all<Shape::kColumnTiles>([&](int n) {
+        multiply_dense(dtype, score[n], low, high, plain_query<Shape>(queries, n, key_channel(j), g_));
+      });
+    });
+  }
+
+  // Adds weights · values to output tiles: `weights` are operands of tokens 0 ... 7 and 8 ... 15. Values of tokens for
+  // which `counts` is false count as 0, even NaN.
+  template <Dtype kDtype, class Counts>
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[Shape::kColumnTiles][kWeightParts][2],
+                                                  Counts counts,
+                                                  float (&output)[Shape::kColumnTiles][Channels::kTiles][4]) const {
+    uint32_t mask[4];
+    for_all<4>([&](int i) { mask[i] = counts(value_token_[i]) ? 0xffffffffu : 0; });
+    for_all<Channels::kChunks>([&](int chunk) {
+      uint32_t value[4][kWords];
+      for_all<4>([&](int i) { find_value(chunk, i, value[i]); });
+      for_all<kWords>([&](int w) {
+        uint32_t x[4];
+        for_all<4>([&](int i) { x[i] = value[i][w] & mask[i]; });
+        const uint32_t low[2] = {__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[2], x[3], 0x5410)};
+        const uint32_t high[2] = {__byte_perm(x[0], x[1], 0x7632), __byte_perm(x[2], x[3], 0x7632)};
+        for_all<Shape::kColumnTiles, kWeightParts>([&](int n, int part) {
+          float (&sum)[4] = output[n][chunk * kWords + w];
+          const uint32_t (&operand)[2] = weights[n][part];
+          if constexpr (kDtype == Dtype::bf16) {
+            multiply_bfloats(sum, low[0], high[0], low[1], high[1], operand[0], operand[1]);
+          } else {
+            multiply_halves(sum, low[0], high[0], low[1], high[1], operand[0], operand[1]);
+          }
+        });
+      });
+    });
+  }
+
+  // Writes new tokens to the tails.
+  __device__ __forceinline__ void store_new() const {
+    if (!has_new_) return;
+    for_all<2>([&](int h) {
+      uint16_t* row = key_rows_.target_of(g_ + 8 * h);
+      if (token[h] < first_new_) return;
+      for_all<kKeyChunks>([&](int j) {
+        const uint4 key = find_key(h, j);
+        if (key_channel(j) < num_key_channels_) *reinterpret_cast<uint4*>(row + key_channel(j)) = key;
+      });
+    });
+    for_all<4>([&](int i) {
+      uint16_t* row = value_rows_.target_of(number(i));
+      if (value_token_[i] < first_new_) return;
+      for_all<Channels::kChunks>([&](int chunk) {
+        const int c = value_channel(chunk);
+        uint32_t value[kWords];
+        find_value(chunk, i, value);
+        if (c >= num_value_channels_) return;
+        for_all<kWords>([&](int w) { reinterpret_cast<uint32_t*>(row + c)[w] = value[w]; });
+      });
+    });
+  }
+
+ private:
+  // Of the lane's value `i`, within the tile.
+  __device__ __forceinline__ int number(int i) const { return 8 * (i / 2) + 2 * t_ + i % 2; }
+  __device__ __forceinline__ int key_channel(int chunk) const { return 32 * chunk + 8 * t_; }
+  __device__ __forceinline__ int value_channel(int chunk) const { return Channels::channel(g_, chunk * kWords); }
+
+  __device__ __forceinline__ uint4 load_key(int h, int j) const {
+    if (token[h] < 0 || key_channel(j) >= num_key_channels_) return {0, 0, 0, 0};
+    return *reinterpret_cast<const uint4*>(key_row_[h] + key_channel(j));
+  }
+  __device__ __forceinline__ uint4 find_key(int h, int j) const {
+    if constexpr (kIsLoadedAtOnce) return key_[h][j];
+    return load_key(h, j);
+  }
+  __device__ __forceinline__ void load_value(int chunk, int i, uint32_t (&words)[kWords]) const {
+    for_all<kWords>([&](int w) { words[w] = 0; });
+    if (value_token_[i] >= 0 && value_channel(chunk) < num_value_channels_) {
+      load_words<4 * kWords>(value_row_[i] + value_channel(chunk), words);
     }
-    const uint4 &low = key[0][j], &high = key[1][j];
-    if (keys.tail_dtype == Dtype::bf16) {
-      multiply_bfloats(score[n], low.x, high.x, low.y, high.y, query.x, query.y);
-      multiply_bfloats(score[n], low.z, high.z, low.w, high.w, query.z, query.w);
+  }
+  __device__ __forceinline__ void find_value(int chunk, int i, uint32_t (&words)[kWords]) const {
+    if constexpr (kIsLoadedAtOnce) {
+      for_all<kWords>([&](int w) { words[w] = value_[chunk][i][w]; });
     } else {
-      multiply_halves(score[n], low.x, high.x, low.y, high.y, query.x, query.y);
-      multiply_halves(score[n], low.z, high.z, low.w, high.w, query.z, query.w);
-    }
-  });
-
-  // --- weights, relative to the maximum of these tokens and earlier ones; -1 where a row does not attend: values there
-  // may be NaN
-  float kept[kColumnTiles][2];
-#pragma unroll
-  for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int column = 8 * n + 2 * t + k, row = segment.row_tile * kRows + column, i = plan.rows.token(row);
-      const bool is_row = column < kRows && row < plan.rows.num_rows;
-      const int position = is_row ? first_position + i : -1;
-      // A softcap applies to scores that contain their constants, and so do results.
-      const float constant = is_row && params.softcap == 0.f ? constants[column] : 0.f;
-      const float2 before = is_row ? sums[column] : make_float2(-INFINITY, 0.f);
-      float maximum = before.x, sum = 0.f;
-      bool is_visible[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float& x = score[n][2 * h + k];
-        const int distance = token[h] - position;
-        x = fmaf(x, params.softmax_scale * kLog2E, -constant);
-        if (params.softcap > 0.f) x = capped(x, params.softcap * kLog2E);
-        if (params.alibi_slopes != nullptr && is_row) {
-          const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(row, i);
-          x = fmaf(params.alibi_slopes[head] * kLog2E, static_cast<float>(distance), x);
-        }
-        is_visible[h] = token[h] >= tokens.start && distance <= 0 && is_row &&
-                        (params.sliding_window == 0 || distance > -params.sliding_window);
-        if (is_visible[h]) maximum = fmaxf(maximum, x);
-      }
-#pragma unroll
-      for (int distance = 4; distance < kLanes; distance *= 2) {
-        maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float& x = score[n][2 * h + k];
-        x = is_visible[h] ? exp2_below(x, maximum) : -1.f;
-        sum += is_visible[h] ? x : 0.f;
-      }
-#pragma unroll
-      for (int distance = 4; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-      kept[n][k] = exp2_below(before.x, maximum);
-      __syncwarp();  // all lanes of a column have read what one of them overwrites
-      if (g == 0 && is_row) sums[column] = make_float2(maximum, fmaf(before.y, kept[n][k], sum));
+      load_value(chunk, i, words);
     }
   }
 
-  // --- values, for two rows at a time
-  const bool is_bf16 = values.tail_dtype == Dtype::bf16;
-#pragma unroll 1
-  for (int pair = 0; pair < kRows / 2; ++pair) {
-    float* to = outputs + 2 * pair * Shape::kOutputStride + lane * kPerLane;
-    float output[2][kPerLane];
-    for_all<2>([&](int k) {
-      const float of_lane = kColumnTiles == 1 || pair < 4 ? kept[0][k] : kept[kColumnTiles - 1][k];
-      const float factor = __shfl_sync(kAllLanes, of_lane, pair % 4);
-      for_all<kPerLane>([&](int c) { output[k][c] = to[k * Shape::kOutputStride + c] * factor; });
-    });
-    // Eight tokens at a time: all at once would take more registers than codes do.
-#pragma unroll 1
-    for (int h = 0; h < 2; ++h) {
-      float of_lane[2];
-      for_all<2>([&](int k) {
-        const float low = h == 0 ? score[0][k] : score[0][2 + k];
-        const float high = h == 0 ? score[kColumnTiles - 1][k] : score[kColumnTiles - 1][2 + k];
-        of_lane[k] = kColumnTiles == 1 || pair < 4 ? low : high;
-      });
-      for_all<8>([&](int i) {
-        float x[kPerLane];
-        for_all<kPerLane / 2>([&](int w) {
-          const uint32_t word = h == 0 ? value[i][w] : value[8 + i][w];
-          x[2 * w] = is_bf16 ? __uint_as_float(word << 16) : half_to_float(word & 0xffff);
-          x[2 * w + 1] = is_bf16 ? __uint_as_float(word & 0xffff0000u) : half_to_float(word >> 16);
-        });
-        for_all<2>([&](int k) {
-          const float weight = __shfl_sync(kAllLanes, of_lane[k], i * 4 + pair % 4);
-          if (weight < 0.f) return;
-          for_all<kPerLane>([&](int c) { output[k][c] = fmaf(weight, x[c], output[k][c]); });
-        });
-      });
-    }
-    for_all<2, kPerLane>([&](int k, int c) { to[k * Shape::kOutputStride + c] = output[k][c]; });
-  }
-
-  // --- new tokens
-  if (!plan.appends) return;
-  for_all<2>([&](int h) {
-    uint16_t* row = key_rows.target_of(g + 8 * h);
-    for_all<kChunks>([&](int j) {
-      const int c = 32 * j + 8 * t;
-      if (token[h] >= first_new && c < keys.head_dim) *reinterpret_cast<uint4*>(row + c) = key[h][j];
-    });
-  });
-  for_all<kTailTileTokens>([&](int i) {
-    uint16_t* row = value_rows.target_of(i);
-    if (tokens.token(first + i) < first_new || !has_value) return;
-    for_all<kPerLane / 2>([&](int w) { reinterpret_cast<uint32_t*>(row + lane * kPerLane)[w] = value[i][w]; });
-  });
-}
-
-// All tiles of a warp.
-template <class Shape>
-__device__ __forceinline__ void attend_to_dense_tokens(const DecodeParams& params, const NewTokens& new_tokens,
-                                                       const DecodePlan& plan, const Segment& segment,
-                                                       const Bounds& bounds, const unsigned char* queries,
-                                                       const float* constants, float* outputs, float2* sums, int warp,
-                                                       int lane) {
-  const DenseTokens tokens(params, plan, bounds);
-  const int stride = segment.num_parts << plan.warps_log2;
-#pragma unroll 1
-  for (int tile = first_tile(plan, segment, warp); tile * kTailTileTokens < tokens.count; tile += stride) {
-    attend_to_tile<Shape>(params, new_tokens, plan, segment, bounds, tokens, tile * kTailTileTokens, queries, constants,
-                          outputs, sums, lane);
-    __syncwarp();
-  }
-}
+  int g_, t_, num_key_channels_, num_value_channels_;
+  int first_new_;  // new token
+  bool has_new_;
+  int value_token_[4];
+  DenseRows key_rows_, value_rows_;
+  const uint16_t *key_row_[2], *value_row_[4];
+  uint4 key_[2][kIsLoadedAtOnce ? kKeyChunks : 1];
+  uint32_t value_[kIsLoadedAtOnce ? Channels::kChunks : 1][4][kWords];
+};
 
 }  // namespace hf_kvquant::cuda

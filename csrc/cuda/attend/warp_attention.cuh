@@ -13,6 +13,7 @@
 #include "blocks.cuh"
 #include "groups.cuh"
 #include "row_view.cuh"
+#include "tails.cuh"
 
 namespace hf_kvquant::cuda {
 
@@ -28,14 +29,26 @@ class WarpAttention {
   using Keys = KeyWords<Shape::kKeyRowBytes>;
   using Values = ValueWords<Shape::kValue, Shape::kValueRowBytes>;
   static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
-  static constexpr int kColumnTiles = Shape::kColumnTiles, kNumGroups = Shape::kNumGroups;
+  static constexpr int kColumnTiles = Shape::kColumnTiles, kColumnsPerTile = Shape::kColumnsPerTile;
+  static constexpr int kNumGroups = Shape::kNumGroups;
   static constexpr bool kIsGrouped = Shape::kIsGrouped, kIsBlocked = Shape::kIsBlocked;
+  static constexpr float kHeadroom = kIsGrouped ? kGroupedWeightBits : 0.f;  // of the maximum above the shift
+  static constexpr float kDenseWeightBits = kIsGrouped ? kGroupedWeightBits : 14.f;
 
  public:
-  __device__ __forceinline__ WarpAttention(const DecodeParams& params, const unsigned char* planes,
-                                           const unsigned char* plain_query, const float* factors, const float* sums,
-                                           int tail_step, int tail_slot, int lane)
+  __device__ __forceinline__ explicit WarpAttention(int lane)
       : g_(lane >> 2), t_(lane & 3), slot_(slot_of_row(lane >> 2)) {
+    for_all<kColumns>([&](int c) { maximum_[c] = -INFINITY, shift_[c] = sum_[c] = zero_[c] = 0.f; });
+    for_all<kColumnTiles>([&](int n) {
+      for_all<4, Values::kTiles>([&](int i, int j) { output_[n][j][i] = 0.f; });
+      for_all<kTiles, kNumGroups>([&](int i, int j) { operand_[i][j][n][0] = operand_[i][j][n][1] = 0; });
+    });
+  }
+
+  // What the steps need, so after the dense tokens, which need registers, too.
+  __device__ __forceinline__ void load(const DecodeParams& params, const unsigned char* planes,
+                                       const unsigned char* plain_query, const float* factors, const float* sums,
+                                       int tail_step, int tail_slot, int lane) {
     values_at_ = Pipeline::kValueAt + matrix_row<Shape::kValueRowBytes>(lane);
     keep(values_at_);
     if constexpr (kIsGrouped) {
@@ -57,14 +70,6 @@ class WarpAttention {
       const int row = row_of(c);
       factor_[c] = factors[row] * (kIsGrouped || kIsBlocked ? kLowNibbleUnit : 1.f);
       if constexpr (!kIsGrouped && !kIsBlocked && Shape::kKey != Storage::fp8) sum_of_query_[c] = sums[row];
-      maximum_[c] = -INFINITY;
-      shift_[c] = 0.f;
-      sum_[c] = 0.f;
-      zero_[c] = 0.f;
-    });
-    for_all<kColumnTiles>([&](int n) {
-      for_all<4, Values::kTiles>([&](int i, int j) { output_[n][j][i] = 0.f; });
-      for_all<kTiles, kNumGroups>([&](int i, int j) { operand_[i][j][n][0] = operand_[i][j][n][1] = 0; });
     });
   }
 
@@ -161,6 +166,92 @@ class WarpAttention {
     }
   }
 
+  // Before the first step: adds a tile of dense tokens. `queries` as of DenseTile. After the last tile comes
+  // `end_dense_tokens`.
+  __device__ __forceinline__ void add(const DecodeParams& params, const Rows& rows, const Segment& segment,
+                                      const Span& span, int start, const unsigned char* queries,
+                                      const float* constants, const DenseTile<Shape>& tile) {
+    float score[kColumnTiles][4] = {};
+    tile.multiply_keys(params.key_side.tail_dtype, queries, score);
+
+    // --- weights. The shift is so far below the maximum that weights of codes, which follow, keep their bits even if
+    // these tokens take nearly all of the weight, as first tokens do.
+    const int first_row = segment.row_tile * Shape::kRows;
+    float weight[kColumns][2];
+    int query_token[kColumns];
+    for_all<kColumns>([&](int c) {
+      const int n = c / kColumnsPerTile, k = c % kColumnsPerTile;
+      const RowView view(params, rows, segment, span, first_row + row_of(c));
+      query_token[c] = view.position - span.first_position;
+      const float constant = constants[row_of(c)];
+      float x[2], wanted = -INFINITY;
+      bool is_visible[2];
+      for_all<2>([&](int h) {
+        const int token = tile.token[h];
+        x[h] = view.logit(params, fmaf(score[n][2 * h + k], params.softmax_scale * kLog2E, -constant), constant, token);
+        is_visible[h] = token >= start && token <= view.position && token >= view.from;
+        if (is_visible[h]) wanted = fmaxf(wanted, x[h]);
+      });
+#pragma unroll
+      for (int distance = 4; distance < kLanes; distance *= 2) {
+        wanted = fmaxf(wanted, __shfl_xor_sync(kAllLanes, wanted, distance));
+      }
+      const float shift = fmaxf(maximum_[c] - kHeadroom, wanted - kDenseWeightBits);
+      const float kept = maximum_[c] == -INFINITY ? 1.f : exp2_approx(shift_[c] - shift);
+      if (shift > -INFINITY) shift_[c] = shift, maximum_[c] = shift + kHeadroom;
+      sum_[c] *= kept;
+      for_all<2>([&](int h) {
+        // Beyond 2^24, float32 may not hold the shift closely enough, hence the clamp. NaN stays NaN.
+        const float power = x[h] - shift_[c];
+        weight[c][h] = is_visible[h] ? exp2_approx(power > kDenseWeightBits ? kDenseWeightBits : power) : 0.f;
+        sum_[c] += weight[c][h];
+      });
+      for_all<Values::kTiles>([&](int j) {
+        output_[n][j][k] *= kept;
+        output_[n][j][2 + k] *= kept;
+      });
+    });
+
+    // --- values. Those that a row does not attend to may be NaN, and 0 · NaN would be NaN. So where rows do not all
+    // attend to the same tokens of the tile, those of each query token are multiplied on their own.
+    const int last_row = min(first_row + Shape::kRows, rows.num_rows) - 1;
+    const int first_query = rows.token(first_row), last_query = rows.token(last_row);
+    const auto sees = [&](int query, int token) {
+      const int position = span.first_position + query;
+      return token >= start && token <= position &&
+             (params.sliding_window == 0 || token > position - params.sliding_window);
+    };
+    bool is_same = true;
+    for_all<2>([&](int h) {
+      const int token = tile.token[h];
+      is_same &= token < start || (sees(first_query, token) && sees(last_query, token));
+    });
+    const bool is_one = first_query == last_query || __all_sync(kAllLanes, is_same);
+#pragma unroll 1
+    for (int query = is_one ? last_query : first_query; query <= last_query; ++query) {
+      const auto counts = [&](int c) { return is_one || query_token[c] == query; };
+      const auto sees_token = [&](int token) { return sees(query, token); };
+      if (params.value_side.tail_dtype == Dtype::bf16) {
+        add_dense_values<Dtype::bf16>(tile, weight, counts, sees_token);
+      } else {
+        add_dense_values<Dtype::fp16>(tile, weight, counts, sees_token);
+      }
+    }
+  }
+
+  // Brings the output to the units of codes.
+  __device__ __forceinline__ void end_dense_tokens() {
+    if constexpr (Shape::kHasValueZero) {
+      for_all<kColumnTiles, kColumnsPerTile, Values::kTiles>([&](int n, int i, int j) {
+        output_[n][j][i] *= 1.f / unit_of_output<Shape::kValue>(j, 0);
+        output_[n][j][2 + i] *= 1.f / unit_of_output<Shape::kValue>(j, 1);
+      });
+    }
+    bool is_unset = false;
+    for_all<kColumns>([&](int c) { is_unset |= maximum_[c] == -INFINITY; });
+    is_fresh_ = __any_sync(kAllLanes, is_unset);
+  }
+
   // Writes maximum, sum and output to shared memory; `outputs` is this warp's [kRows][kOutputStride].
   __device__ __forceinline__ void share(float* outputs, float2* sums) const {
     constexpr int kTilesAtOnce = Values::kTilesPerChunk > 1 ? 2 : 1;
@@ -205,6 +296,30 @@ class WarpAttention {
                                           });
                                         });
     });
+  }
+
+  // Adds weights · values of a tile of dense tokens, for the columns and tokens that count.
+  template <Dtype kDtype, class CountsColumn, class CountsToken>
+  __device__ __forceinline__ void add_dense_values(const DenseTile<Shape>& tile, const float (&weight)[kColumns][2],
+                                                   CountsColumn counts, CountsToken counts_token) {
+    uint32_t operand[kColumnTiles][kWeightParts][2];
+    for_all<kColumnTiles, 2>([&](int n, int h) {
+      float rest[2] = {};
+      for_all<kColumnsPerTile>([&](int k) {
+        const int c = kColumnsPerTile * n + k;
+        rest[k] = counts(c) ? weight[c][h] : 0.f;
+      });
+      for_all<kWeightParts>([&](int part) {
+        const uint32_t pair =
+            kDtype == Dtype::bf16 ? pack_bfloats(rest[0], rest[1]) : pack_halves(rest[0], rest[1]);
+        for_all<2>([&](int k) {
+          const uint32_t as_float = k == 0 ? pair << 16 : pair & 0xffff0000u;
+          rest[k] -= kDtype == Dtype::bf16 ? __uint_as_float(as_float) : half_of(pair, k);
+        });
+        operand[n][part][h] = transpose(pair);
+      });
+    });
+    tile.template multiply_values<kDtype>(operand, counts_token, output_);
   }
 
   // The query row, within the tile, of a lane's column.
@@ -335,7 +450,6 @@ class WarpAttention {
   __device__ __forceinline__ void raise_shift(float (&score)[kTiles][2][kColumns],
                                               const bool (&is_visible)[kTiles][2][kColumns],
                                               float (&weight)[kTiles][2][kColumns], Room room) {
-    constexpr float kHeadroom = kIsGrouped ? kGroupedWeightBits : 0.f;
     bool is_unset = false;
     for_all<kColumns>([&](int c) {
       float wanted = -INFINITY;
