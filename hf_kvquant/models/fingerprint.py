@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -51,7 +52,8 @@ def fingerprint(model: nn.Module, *, with_writes: bool = False) -> Any:
         if not (own["_parameters"] or own["_buffers"]):
             continue
         left_out = own["_non_persistent_buffers_set"] if with_writes else ()
-        for name, tensor in (own["_parameters"] | own["_buffers"]).items():
+        # Either may be a mapping of compressed-tensors, which has no `|`.
+        for name, tensor in itertools.chain(own["_parameters"].items(), own["_buffers"].items()):
             if tensor is None or name in left_out:
                 continue
             if with_writes:
