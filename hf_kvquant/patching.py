@@ -253,14 +253,14 @@ def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
             "cross-attention reads tensors that are new in every call. Pass static=True instead, and generate compiles."
         )
     _check_generate(model, config)
+    text_config = text_config_of(model)
+    layer_types, _ = layers_of(text_config)
+    check_model(text_config, layer_types, config)
     if not keeps_cache(model):
         raise NotImplementedError(
             f"patch: {type(model).__name__} does not keep its state in a cache of transformers, so there are no keys "
             "and values to quantise. Leave the model unpatched."
         )
-    text_config = text_config_of(model)
-    layer_types, _ = layers_of(text_config)
-    check_model(text_config, layer_types, config)
     check_heads(model, "patch")
     if config.static:
         own_attention.check_static(model, "patch")
