@@ -225,8 +225,8 @@ MUTATIONS = [
             "batching batching_support",
         ),
         (
-            "self._tail_from[request_id] = prefix_len",
-            "pass",
+            "self._tail_from[request_id], self._began[request_id] = prefix_len, self._epoch",
+            "self._began[request_id] = self._epoch",
             "a request reads tokens that it took over from a tail that lacks them",
             "batching",
         ),
@@ -243,7 +243,7 @@ MUTATIONS = [
             "batching",
         ),
         (
-            "if not no_cache:\n            self._tail_from.pop(request_id, None)",
+            "if not no_cache and request_id in self.block_table:\n            self._tail_from.pop(request_id, None)",
             "self._tail_from.pop(request_id, None)",
             "a request that comes back reads tokens that it took over from its tail",
             "batching",
@@ -681,8 +681,8 @@ MUTATIONS = [
         "hf_kvquant/batching/manager.py",
         ("if not 0 < num_tokens <= room:", "if not 0 < num_tokens:", "a prompt that never fits ends all", "batching"),
         (
-            "        super()._run_generation_loop(*args, **options)\n        self._restore_attention(self.model)",
-            "        super()._run_generation_loop(*args, **options)",
+            "            self.batch_processor.look_at_model()\n        self._leave_model()",
+            "            self.batch_processor.look_at_model()",
             "a manager that is not waited for leaves its attention on the model",
             "batching",
         ),
