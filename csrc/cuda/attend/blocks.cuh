@@ -14,9 +14,9 @@
 // 519 instructions, and instructions limit these kernels.
 // - Warps that take the four steps of a block one after the other, and scale the query once: 64 x 8k took 168 us instead
 //   of 162. One warp then reads the whole tail, and waits for each of its steps.
-// - Steps of 64 tokens. Unrolled, these are 18 % fewer instructions, but they no longer fit the instruction cache. As
-//   two passes of the same code they do. Both took 153 us instead of 162 at 64 x 8k, but 50 instead of 48 at 1 x 128k,
-//   and 15 instead of 14.6 with dense windows at 1 x 2k.
+// - Steps of 64 tokens. Unrolled, these are 18 % fewer instructions, but they wait for instructions more often; as two
+//   passes of the same code they were no faster. 64 x 8k took 151 to 158 us instead of 158 to 160, but 1 x 128k took 50
+//   instead of 48, and 1 x 2k with dense windows 15 instead of 14.
 #pragma once
 
 #include "query.cuh"

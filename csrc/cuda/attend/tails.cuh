@@ -5,8 +5,8 @@
 // warp takes its tile while its first copies are on their way. It loads all rows at once, and tensor cores multiply keys
 // by the untransformed query and values by weights. A weight is the sum of two 16-bit numbers, so that nothing of its
 // float32 is lost that a result could show. 4 + 28 tokens of int4 add 7 us to 138 at 64 x 8k and 3 to 9.5 at 1 x 2k
-// (H200, 2026-11). Behind the codes, the same tiles took 13 and 4: other warps waited for those that had one, and by
-// then the rows had left the L2 cache. As separate thread blocks they took 24 and 2.5.
+// (H200, 2026-11). Behind the codes, the same tiles took 12 and 4, since other warps waited for those that had one. As
+// separate thread blocks they took 24 and 2.5.
 #pragma once
 
 #include "query.cuh"
