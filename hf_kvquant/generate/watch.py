@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..cache.cache import KVQuantCache
 from ..models.parts import stand_ins
 from ..state import notes_on
-from ..upstream.releases import CACHE
+from ..upstream.releases import CACHE_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def note_cache(model: PreTrainedModel, cache: KVQuantCache | None) -> None:
 def _is_choice(inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> bool:
     """Whether the arguments of a call ask for another cache than ours, or for none."""
     options = {**(vars(generation_config) if generation_config is not None else {}), **kwargs}
-    names = (CACHE, "past_key_values", "cache_implementation")
+    names = {*CACHE_NAMES, "cache_implementation"}
     return options.get("use_cache") is False or any(options.get(name) is not None for name in names)
 
 

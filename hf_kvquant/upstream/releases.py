@@ -47,6 +47,8 @@ def explained(error: ImportError) -> ImportError:
 
 # The name of a cache among the arguments of models and of `generate`, and in their outputs.
 CACHE = "cache" if is_since("5.24") else "past_key_values"
+# The names by which callers may pass one: from 5.24 on the old one works, too.
+CACHE_NAMES = {CACHE, "past_key_values"}
 
 # Whether `generate` makes the masks of static caches before a compiled step, also without a padding mask.
 MAKES_MASKS_FIRST = is_since("5.18")
