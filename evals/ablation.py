@@ -37,9 +37,9 @@ from hf_kvquant.state import keep
 CACHES: dict[str, tuple[dict[str, Any], bool]] = {
     "KV16": ({"preset": "none"}, False),
     "KV8": ({"preset": "int8"}, False),
-    "KV4, formats alone": ({"preset": "int4", "transforms": []}, False),
-    "KV4, rotated": ({"preset": "int4", "transforms": ["rotate"]}, False),
-    "KV4, smoothed and rotated": ({"preset": "int4"}, True),
+    "KV4, formats alone": ({"preset": "int4-token", "transforms": []}, False),
+    "KV4, rotated": ({"preset": "int4-token", "transforms": ["rotate"]}, False),
+    "KV4, smoothed and rotated": ({"preset": "int4-token"}, True),
 }
 # The caches of which accuracy is measured, too: it takes longer.
 WITH_TASKS = ("KV16", "KV4, smoothed and rotated")
@@ -123,7 +123,7 @@ def main() -> None:
     if arguments.inject_outliers is not None:
         inject_key_outliers(plain, OUTLIER_PAIRS, arguments.inject_outliers)
     calibrated = copy.deepcopy(plain)
-    smooth_attention(calibrated, tokenizer, [arguments.calibrate.read_text(encoding="utf-8")], "int4")
+    smooth_attention(calibrated, tokenizer, [arguments.calibrate.read_text(encoding="utf-8")], "int4-token")
     text = "\n\n".join(arguments.text.read_text(encoding="utf-8").splitlines())
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0].to(plain.device)
     segments = cut(ids, plain, tokens=arguments.tokens)

@@ -1,7 +1,7 @@
 """Attention of many new tokens over a cache on a GPU: every preset against PyTorch's attention in bf16.
 
     python evals/bench_chunks.py --output evals/results/chunks.json
-    python evals/bench_chunks.py --pages --presets none int8 int4 int4-g32 int4-channel k8v4 fp8 \
+    python evals/bench_chunks.py --pages --presets none int8 int4 int4-channel int4-token int4-g32 k8v4 fp8 \
         --output evals/results/chunks_pages.json
 
 This is what chunks of a prompt, a chat's next turn and checks of proposed tokens cost in a layer. Ours attends to codes
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from bench_decode import PagedSets, random_planes
-from decode_cases import DEVICE, DTYPE, Shape, bytes_held
+from decode_cases import DEVICE, DTYPE, Shape, bytes_held, layout_of
 from decode_peers import peer_versions
 from gpu_timing import MIN_CALLS, Forms, Timing, sets_needed, time_calls
 from render_chunks import COMPARED, case_name
@@ -48,7 +48,7 @@ from hf_kvquant.spec import reference
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.planes import Planes
 
-DEFAULT_PRESETS = ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
+DEFAULT_PRESETS = ["int8", "int4", "int4-channel", "int4-token", "int4-g32", "k8v4", "fp8"]
 # Sequences, tokens held, and new ones among them.
 CASES = [
     *((1, 32768, num_new) for num_new in (1, 4, 8, 16, 32, 64, 256, 1024, 4096)),
@@ -116,7 +116,7 @@ def check(out: Tensor, query: Tensor, planes: tuple[Planes, Planes], layout: KVL
     rows = min(CHECKED_ROWS, query.shape[2])
     held = torch.tensor([length], dtype=torch.int32, device=DEVICE)
     key, value = (
-        reference.dequantize(made.map(lambda plane: plane[-1:]), kv_format, lengths=held)
+        reference.dequantize(made.map(lambda plane: plane[-1:]), kv_format, lengths=held, **layout.windows)
         for made, kv_format in zip(planes, layout.formats, strict=True)
     )
     expected, _ = reference.decode_attention(
@@ -132,8 +132,8 @@ def time_ours(shape: Shape, query: Tensor, preset: str, *, is_paged: bool) -> Ti
     Raises:
         SystemExit: The result is not that of the reference.
     """
-    layout, num_new = KVLayout(*PRESETS[preset]), query.shape[2]
-    num_sets = sets_needed(bytes_held(shape, layout.formats))
+    layout, num_new = layout_of(preset), query.shape[2]
+    num_sets = sets_needed(bytes_held(shape, layout))
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=DEVICE)
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     options: dict[str, Any] = {"softmax_scale": shape.head_dim**-0.5, "counters": counters}
@@ -141,7 +141,7 @@ def time_ours(shape: Shape, query: Tensor, preset: str, *, is_paged: bool) -> Ti
         paged = PagedSets.random(shape, layout, num_sets)
         sets, checked, options["page_table"] = paged.sets, paged.gathered(), paged.table
     else:
-        sets = [(random_planes(shape, layout.key), random_planes(shape, layout.value)) for _ in range(num_sets)]
+        sets = [random_planes(shape, layout) for _ in range(num_sets)]
         checked = sets[0]
 
     def run(i: int) -> Tensor:
@@ -172,7 +172,7 @@ def measure(shape: Shape, num_new: int, presets: list[str], *, is_paged: bool) -
 
 def time_peers(shape: Shape, query: Tensor) -> dict[str, Timing]:
     """The times of `peers`."""
-    num_sets, rows = sets_needed(bytes_held(shape, PRESETS["none"])), (shape.context, shape.head_dim)
+    num_sets, rows = sets_needed(bytes_held(shape, layout_of("none"))), (shape.context, shape.head_dim)
     keys, values = torch.randn(2, num_sets, shape.batch, shape.num_kv_heads, *rows, dtype=DTYPE, device=DEVICE)
     return {name: timed(run, num_sets, query.shape[2]) for name, run in peers(query, keys, values).items()}
 

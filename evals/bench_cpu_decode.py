@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_cases import random_transform
+from decode_cases import layout_of, random_transform
 from results_files import write_results
 from rich.console import Console
 from rich.table import Table
@@ -43,7 +43,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops
 from hf_kvquant.evaluation.provenance import card
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.planes import Planes
 
@@ -146,12 +145,12 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
     Raises:
         SystemExit: The result is not that of the reference.
     """
-    formats = PRESETS[preset]
+    layout = layout_of(preset)
     kv_heads, head_dim, length = shape.num_kv_heads, shape.head_dim, shape.length
-    if formats[0].block_size is not None:
-        length -= formats[0].block_size // 2  # like most steps; at a whole block, every run would quantise a block
+    if layout.key.block_size is not None:
+        length -= layout.key.block_size // 2  # like most steps; at a whole block, every run would quantise a block
     transform = random_transform(KVQuantConfig.from_preset(preset).transforms, kv_heads, head_dim)
-    layout, rows = KVLayout(*formats), (1, kv_heads, head_dim, head_dim)
+    rows = 1, kv_heads, head_dim, head_dim
     capacity = math.ceil(length / layout.token_alignment) * layout.token_alignment
     lengths = torch.tensor([length], dtype=torch.int32)
     first = layout.allocate(rows, capacity, dtype=dtype, device=torch.device("cpu"))
@@ -169,7 +168,7 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
             query, new, *planes[i], lengths, layout, softmax_scale=head_dim**-0.5, key_transform=transform
         )[0]
 
-    error = check(run(0), query, first, formats, lengths, transform, f"{shape.describe()}, {preset}, {dtype}")
+    error = check(run(0), query, first, layout, lengths, transform, f"{shape.describe()}, {preset}, {dtype}")
     return Contender(preset, run, num_sets, num_bytes), error
 
 
@@ -177,7 +176,7 @@ def check(
     out: Tensor,
     query: Tensor,
     planes: tuple[Planes, Planes],
-    formats: tuple[KVFormat, KVFormat],
+    layout: KVLayout,
     lengths: Tensor,
     transform: KeyTransform,
     what: str,
@@ -191,9 +190,9 @@ def check(
     tokens = torch.linspace(0, num_new - 1, min(num_new, CHECKED_TOKENS)).long()
     query, out = query[:, :, tokens], out[:, tokens]
     key, value = (
-        reference.dequantize(side, kv_format, lengths=lengths) for side, kv_format in zip(planes, formats, strict=True)
+        reference.dequantize(side, kv_format, lengths=lengths, **layout.windows, key_transform=undone)
+        for side, kv_format, undone in zip(planes, layout.formats, (transform, None), strict=True)
     )
-    key = reference.undo_key_transform(key, transform)
     mask = torch.arange(length) <= (length - num_new + tokens)[:, None]
 
     def attend(dtype: torch.dtype) -> Tensor:

@@ -55,6 +55,7 @@ from decode_cases import (
     bytes_held,
     check_goals,
     fits,
+    layout_of,
     lengths_held,
     random_transform,
     thousands,
@@ -79,8 +80,9 @@ from hf_kvquant.spec.planes import Planes
 
 REPLAYS = 40
 PAGE_SIZE = 256  # tokens, as transformers has it by default
+MOST_TOKENS = 1 << 20  # a page with room for any dense windows
 QUICK_REPLAYS = 12
-DEFAULT_PRESETS = ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
+DEFAULT_PRESETS = ["int8", "int4", "int4-channel", "int4-token", "int4-g32", "k8v4", "fp8"]
 QUICK_PRESETS = ["int8", "int4"]
 
 
@@ -91,17 +93,12 @@ QUICK_PRESETS = ["int8", "int4"]
 _SPREAD = {"int8": 73.6, "int4": 4.6, "int2": 1.1, "fp8": 0.6}
 
 
-def random_planes(shape: Shape, kv_format: KVFormat) -> Planes:
-    """Planes with random codes under scales that differ from token to token."""
-    planes = kv_format.allocate(
-        shape.batch,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.capacity,
-        dtype=DTYPE,
-        device=DEVICE,
-    )
-    return filled(planes, kv_format)
+def random_planes(shape: Shape, layout: KVLayout) -> tuple[Planes, Planes]:
+    """Planes of keys and of values, with random codes under scales that differ from token to token."""
+    rows = shape.batch, shape.num_kv_heads, shape.head_dim, shape.head_dim
+    planes = layout.allocate(rows, shape.capacity, dtype=DTYPE, device=DEVICE)
+    key, value = map(filled, planes, layout.formats)
+    return key, value
 
 
 def filled(planes: Planes, kv_format: KVFormat) -> Planes:
@@ -137,8 +134,9 @@ class PagedSets:
     @classmethod
     def random(cls, shape: Shape, layout: KVLayout, num_sets: int) -> PagedSets:
         """With the contents that `random_planes` describes."""
-        page = PageLayout(layout, shape.num_kv_heads, (shape.head_dim, shape.head_dim), DTYPE, PAGE_SIZE)
-        num_pages = -(-shape.capacity // PAGE_SIZE) + page.has_tail
+        of_layer = layout, shape.num_kv_heads, (shape.head_dim, shape.head_dim), DTYPE
+        page = PageLayout(*of_layer, max(PAGE_SIZE, PageLayout(*of_layer, MOST_TOKENS).least_tokens))
+        num_pages = -(-shape.capacity // page.num_tokens) + page.has_tail
         num_bytes = shape.batch * num_pages * page.num_bytes
         memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_sets)]
         sets = [page.planes(memory, 0, page.num_bytes) for memory in memories]
@@ -149,9 +147,9 @@ class PagedSets:
         for sides in sets:
             for planes, kv_format in zip(sides, layout.formats, strict=True):
                 filled(dataclasses.replace(planes, tail=None), kv_format)
-            tail = sides[0].tail  # last, since it shares its pages with planes that nobody reads there
-            if tail is not None:
-                tail[tail_pages.long()] = torch.randn_like(tail[: shape.batch])
+            for tail in (planes.tail for planes in sides):  # last, on pages whose other planes nobody reads
+                if tail is not None:
+                    tail[tail_pages.long()] = torch.randn_like(tail[: shape.batch])
         return cls(layout, sets, table)
 
     def gathered(self) -> tuple[Planes, Planes]:
@@ -169,7 +167,7 @@ def check(
     out: Tensor,
     query: Tensor,
     sides: tuple[Planes, Planes],
-    formats: tuple[KVFormat, KVFormat],
+    layout: KVLayout,
     lengths: list[int],
     padding: list[int],
     transform: KeyTransform,
@@ -182,7 +180,7 @@ def check(
         out: `[batch, 1, num_q_heads, head_dim]`.
         query: `[batch, num_q_heads, 1, head_dim]`.
         sides: Planes of keys and of values.
-        formats: Their formats.
+        layout: Their layout.
         lengths: Tokens held by each sequence, padding left out.
         padding: Padding before these.
         transform: The key transform. PyTorch gets transformed keys and queries.
@@ -191,16 +189,19 @@ def check(
     softmax_scale = query.shape[-1] ** -0.5
     for i in {0, len(lengths) - 1}:
         total = lengths[i] + padding[i]
-        held = torch.tensor([lengths[i]], dtype=torch.int32, device=query.device)
+        held, end, start = (
+            torch.tensor([each], dtype=torch.int32, device=query.device) for each in (lengths[i], total, padding[i])
+        )
+        dense: dict[str, Any] = {"lengths": end, "starts": start, **layout.windows}
         own_sides = [
             planes.map(lambda plane, i=i: plane[i : i + 1]).narrow(total, kv_format.block_size)  # type: ignore[misc]
-            for planes, kv_format in zip(sides, formats, strict=True)
+            for planes, kv_format in zip(sides, layout.formats, strict=True)
         ]
         key, value = (
-            reference.dequantize(planes, kv_format, lengths=held + padding[i])[:, :, padding[i] :]
-            for planes, kv_format in zip(own_sides, formats, strict=True)
+            reference.dequantize(planes, kv_format, **dense)[:, :, padding[i] :]
+            for planes, kv_format in zip(own_sides, layout.formats, strict=True)
         )
-        is_dense, _ = reference.dense_tokens(own_sides[0], formats[0], held + padding[i])
+        is_dense, _ = reference.dense_tokens(own_sides[0], layout.key, **dense)
         is_dense = is_dense[:, None, padding[i] : total, None]
         key = torch.where(is_dense, reference.transform_key(key, transform), key)
         row, own = query[i : i + 1], out[i : i + 1].float()
@@ -242,11 +243,11 @@ def time_preset(
     Raises:
         SystemExit: The result is not that of the reference.
     """
-    formats = PRESETS[preset]
-    num_sets = sets_needed(bytes_held(shape, formats))
-    tokens = lengths_held(shape, formats)
+    layout = layout_of(preset)
+    num_sets = sets_needed(bytes_held(shape, layout))
+    tokens = lengths_held(shape, layout)
     lengths, starts = bounds_of(shape, tokens)
-    sets = [(random_planes(shape, formats[0]), random_planes(shape, formats[1])) for _ in range(num_sets)]
+    sets = [random_planes(shape, layout) for _ in range(num_sets)]
     counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
     key, value = torch.randn(2, shape.batch, shape.num_kv_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
@@ -262,7 +263,7 @@ def time_preset(
             (key, value),
             *sets[i],
             lengths,
-            KVLayout(*formats),
+            layout,
             softmax_scale=shape.head_dim**-0.5,
             counters=counters[i],
             starts=starts,
@@ -274,7 +275,7 @@ def time_preset(
     timings, errors = [], []
     for names in wanted:
         out, padding = run(0, names), shape.padding(tokens)
-        error, bound = check(out, query, sets[0], formats, tokens, padding, transforms[names][0])
+        error, bound = check(out, query, sets[0], layout, tokens, padding, transforms[names][0])
         if not error <= bound:
             raise SystemExit(
                 f"bench_decode: {shape.describe()}, {preset}: relative error {error:.2e} exceeds its bound {bound:.2e}."
@@ -290,9 +291,9 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
     Raises:
         SystemExit: The result is not that of the reference.
     """
-    formats = PRESETS[preset]
-    num_sets, tokens = sets_needed(bytes_held(shape, formats)), lengths_held(shape, formats)
-    paged = PagedSets.random(shape, KVLayout(*formats), num_sets)
+    layout = layout_of(preset)
+    num_sets, tokens = sets_needed(bytes_held(shape, layout)), lengths_held(shape, layout)
+    paged = PagedSets.random(shape, layout, num_sets)
     lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
     num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
     plan = ops.split_plan(lengths, num_slots) if shape.batch > 1 else None
@@ -307,7 +308,7 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
         return ops.decode(query, new, *paged.sets[i], lengths, paged.layout, **options)[0]
 
     out = run(0)
-    error, bound = check(out, query, paged.gathered(), formats, tokens, [0] * shape.batch, transforms[0])
+    error, bound = check(out, query, paged.gathered(), layout, tokens, [0] * shape.batch, transforms[0])
     if not error <= bound:
         raise SystemExit(
             f"bench_decode: {shape.describe()}, {preset}, pages: relative error {error:.2e} exceeds its bound "
@@ -323,12 +324,12 @@ def time_planned(shape: Shape, preset: str, names: tuple[str, ...], replays: int
     Raises:
         SystemExit: The result is not that of the reference.
     """
-    formats = PRESETS[preset]
-    lengths, starts = bounds_of(shape, lengths_held(shape, formats))
+    layout = layout_of(preset)
+    lengths, starts = bounds_of(shape, lengths_held(shape, layout))
     num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
     plan = ops.split_plan(lengths, num_slots, starts)
     timings, error = time_preset(shape, preset, [names], replays, plan)
-    num_sets = sets_needed(bytes_held(shape, formats))
+    num_sets = sets_needed(bytes_held(shape, layout))
     planning = time_calls(lambda _: ops.split_plan(lengths, num_slots, starts), num_sets, replays)
     return timings[0], planning, error
 
@@ -340,7 +341,8 @@ def measure_preset(
     meant = KVQuantConfig.from_preset(preset).transforms
     singles: list[tuple[str, ...]] = [(name,) for name in meant] if shape in map(CASES.get, SINGLE_CASES) else []
     timings, error = time_preset(shape, preset, [without_factors(meant), *([()] if meant else []), *singles], replays)
-    row, *others = (figures(timing, bytes_held(shape, PRESETS[preset]), bandwidth) for timing in timings)
+    num_bytes = bytes_held(shape, layout_of(preset))
+    row, *others = (figures(timing, num_bytes, bandwidth) for timing in timings)
     row = {"preset": preset, **row, "relative_error": error}
     if others:
         row["plain"] = others[0]
@@ -350,7 +352,7 @@ def measure_preset(
     for name, time_it in also.items():
         timing, planning, error = time_it(shape, preset, without_factors(meant), replays)
         row[name] = {
-            **figures(timing, bytes_held(shape, PRESETS[preset]), bandwidth),
+            **figures(timing, num_bytes, bandwidth),
             "relative_error": error,
             "split_plan_us": planning.median_us,
         }
@@ -368,22 +370,23 @@ def time_prompt(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int
     Raises:
         SystemExit: The codes are not those of the reference.
     """
-    formats = PRESETS[preset]
+    layout = layout_of(preset)
     lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=DEVICE)
     rows = (shape.batch, shape.num_kv_heads, shape.context, shape.head_dim)
     sources = torch.randn(num_sets, 2, *rows, dtype=DTYPE, device=DEVICE)
-    targets = [(random_planes(shape, formats[0]), random_planes(shape, formats[1])) for _ in range(num_sets)]
+    targets = [random_planes(shape, layout) for _ in range(num_sets)]
 
     transform = random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE)
 
     def run(i: int) -> None:
-        ops.append(sources[i, 0], sources[i, 1], *targets[i], lengths, KVLayout(*formats), transform)
+        ops.append(sources[i, 0], sources[i, 1], *targets[i], lengths, layout, transform)
 
     timing = time_calls(run, num_sets, replays)
     expected_sides = reference.transform_key(sources[0, 0, :1], transform), sources[0, 1, :1]
-    for source, planes, kv_format in zip(expected_sides, targets[0], formats, strict=True):
-        coded = kv_format.tail_begin(shape.context)
-        expected = reference.quantize(source[:, :, :coded], kv_format)
+    for side, (source, planes, kv_format) in enumerate(zip(expected_sides, targets[0], layout.formats, strict=True)):
+        coded, first = layout.num_coded(side, shape.context), layout.sink_length if kv_format.block_size else 0
+        is_left_out = torch.arange(coded, device=DEVICE)[None] < first if first else None
+        expected = reference.quantize(source[:, :, :coded], kv_format, is_padding=is_left_out)
         if not torch.equal(planes.codes[:1, :, :coded], expected.codes):
             raise SystemExit(f"bench_decode: prompt, {preset}: the codes are not those of the reference.")
     return timing
@@ -395,10 +398,10 @@ def time_dense(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int,
     Raises:
         SystemExit: A result is not that of the reference.
     """
-    layout = KVLayout(*PRESETS[preset])
+    layout = layout_of(preset)
     lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=DEVICE)
     transform = random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE)
-    planes = [(random_planes(shape, layout.key), random_planes(shape, layout.value)) for _ in range(num_sets)]
+    planes = [random_planes(shape, layout) for _ in range(num_sets)]
     operands = [ops.Operands(*each, layout, transform) for each in planes]
     options: dict[str, Any] = {"begin": 0, "num_tokens": shape.context, "dtype": DTYPE}
 
@@ -416,7 +419,7 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
     """Quantisation of a prompt, and back, compared with a copy that reads and writes as many bytes in total."""
     batch, num_kv_heads, head_dim, tokens = PROMPT
     shape = Shape(batch, num_kv_heads, num_kv_heads, head_dim, tokens)
-    num_bytes = bytes_held(shape, PRESETS[preset]) + bytes_held(shape, PRESETS["none"])
+    num_bytes = bytes_held(shape, layout_of(preset)) + bytes_held(shape, layout_of("none"))
     num_sets = sets_needed(num_bytes)
     names = without_factors(KVQuantConfig.from_preset(preset).transforms)
     timing = time_prompt(shape, preset, names, num_sets, replays)

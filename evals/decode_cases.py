@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from hf_kvquant import PRESETS, KeyTransform
-from hf_kvquant.spec.formats import BLOCK_SIZE, KVFormat
+from hf_kvquant import KeyTransform
+from hf_kvquant.presets import preset_formats
+from hf_kvquant.spec.formats import BLOCK_SIZE
+from hf_kvquant.spec.layout import KVLayout
 
 # The dtype of queries, and of keys and values that are not quantised.
 DTYPE = torch.bfloat16
@@ -106,34 +108,38 @@ def uneven_cases(batches: Iterable[int], lengths: Iterable[tuple[int, int]]) -> 
     }
 
 
-def lengths_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> list[int]:
+def layout_of(preset: str) -> KVLayout:
+    """The layout of a preset, with its dense windows."""
+    formats = preset_formats(preset)
+    return KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
+
+
+def lengths_held(shape: Shape, layout: KVLayout) -> list[int]:
     """Tokens held by each sequence: the shape's, minus half a block where each channel of a block has a scale.
 
     A step then reads as many dense keys as the average step, and fills no block, like 127 of 128 steps.
     """
-    block_size = formats[0].block_size
+    block_size = layout.key.block_size
     less = 0 if block_size is None or shape.is_ragged else block_size // 2
     return [length - less for length in shape.lengths()]
 
 
-def bytes_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> int:
-    """Bytes of all tokens held: codes, scales, zeros, and keys that are still dense, each counted once."""
-    key = formats[0]
-    key_bytes, value_bytes = (side.bytes_per_token(shape.num_kv_heads, shape.head_dim, DTYPE) for side in formats)
-    lengths = lengths_held(shape, formats)
-    num_dense = 0
-    if key.block_size is not None:
-        totals = [length + pads for length, pads in zip(lengths, shape.padding(lengths), strict=True)]
-        num_dense = sum(
-            min(length, total - key.tail_begin(total)) for length, total in zip(lengths, totals, strict=True)
-        )
-    dense_bytes = shape.num_kv_heads * shape.head_dim * DTYPE.itemsize
-    return sum(lengths) * (key_bytes + value_bytes) + num_dense * (dense_bytes - key_bytes)
+def bytes_held(shape: Shape, layout: KVLayout) -> int:
+    """Bytes of all tokens held: codes, scales, zeros, and what is dense, each token of a side counted once."""
+    lengths = lengths_held(shape, layout)
+    dense_bytes, num_bytes = shape.num_kv_heads * shape.head_dim * DTYPE.itemsize, 0
+    for side in layout.formats:
+        coded_bytes = side.bytes_per_token(shape.num_kv_heads, shape.head_dim, DTYPE)
+        for length, pads in zip(lengths, shape.padding(lengths), strict=True):
+            num_recent = length + pads - side.tail_begin(length + pads, layout.residual_length)
+            num_dense = min(length, layout.sink_length + num_recent) if side.is_quantized else length
+            num_bytes += num_dense * dense_bytes + (length - num_dense) * coded_bytes
+    return num_bytes
 
 
 def fits(shape: Shape, preset: str) -> bool:
     """Whether a preset's groups divide the head_dim."""
-    return all(side.group_size is None or shape.head_dim % side.group_size == 0 for side in PRESETS[preset])
+    return all(side.group_size is None or shape.head_dim % side.group_size == 0 for side in layout_of(preset).formats)
 
 
 def random_transform(
@@ -183,7 +189,7 @@ class Goal:
 
 
 def _goals() -> Iterable[Goal]:
-    main = ("int8", "int4", "int4-g32")
+    main = ("int8", "int4-token", "int4-g32")
     shares = {
         ("64x8k", "64x8k-group1", "64x8k-group8", "512x8k-1head", "32x4k-32heads"): (0.96, 0.93, 0.88),
         ("128x16k",): (0.97, 0.95, 0.90),
@@ -191,20 +197,20 @@ def _goals() -> Iterable[Goal]:
     for cases, values in shares.items():
         for case in cases:
             yield from (Goal("share", case, preset, value) for preset, value in zip(main, values, strict=True))
-    # Both read about 140 MB, since int8 takes twice the bytes of int4.
+    # Both read about 140 MB, since int8 takes twice the bytes of four bits.
     yield Goal("share", "8x8k", "int8", 0.92)
-    yield Goal("share", "16x8k", "int4", 0.88)
+    yield Goal("share", "16x8k", "int4-token", 0.88)
     yield Goal("share", "16x8k", "int4-g32", 0.84)
     latencies = {"1x128k": (69, 40, 47), "1x8k": (9, 7.5, 8), "1x1k": (5, 5, 5)}
     for case, values in latencies.items():
         yield from (Goal("us", case, preset, value) for preset, value in zip(main, values, strict=True))
     yield Goal("times", "64x8k", "int8", 1.9, "bf16")
-    yield Goal("times", "64x8k", "int4", 3.4, "bf16")
-    yield Goal("times", "512x8k-1head", "int4", 3.6, "int4 FBGEMM")
+    yield Goal("times", "64x8k", "int4-token", 3.4, "bf16")
+    yield Goal("times", "512x8k-1head", "int4-token", 3.6, "int4 FBGEMM")
     yield Goal("times", "64x8k", "fp8", 1.45, "fp8 FlashInfer wrapper")
     yield from (Goal("share", "prompt", preset, 0.70) for preset in main)
     yield from (Goal("dense", "prompt", preset, 0.80) for preset in main)
-    yield from (Goal("planned", "64x16k-padded", *goal) for goal in (("int8", 0.85), ("int4", 0.80)))
+    yield from (Goal("planned", "64x16k-padded", *goal) for goal in (("int8", 0.85), ("int4-token", 0.80)))
     yield from (Goal("points", case, preset, 3) for case in SINGLE_CASES for preset in main)
 
 

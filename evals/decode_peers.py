@@ -14,13 +14,12 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from decode_cases import DEVICE, DTYPE, Shape, bytes_held
+from decode_cases import DEVICE, DTYPE, Shape, bytes_held, layout_of
 from gpu_timing import Forms, ReadBandwidth, best_of, figures, sets_needed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kvquant import PRESETS
 from hf_kvquant.evaluation.provenance import describe_error
 
 PAGE_SIZE = 64
@@ -43,7 +42,7 @@ def torch_peers(shape: Shape) -> Iterable[Peer]:
     """PyTorch's attention, with the query heads of a group as heads or as rows of one head. Not for ragged batches."""
     if shape.is_ragged:
         return
-    num_bytes = bytes_held(shape, PRESETS["none"])
+    num_bytes = bytes_held(shape, layout_of("none"))
     num_sets = sets_needed(num_bytes)
     rows = (num_sets, shape.batch, shape.num_kv_heads, shape.context, shape.head_dim)
     keys, values = (torch.empty(rows, dtype=DTYPE, device=DEVICE).normal_() for _ in range(2))

@@ -73,10 +73,13 @@ SYSTEMS: dict[str, System] = {
     "hqq-int4": _quantized(backend="hqq", nbits=4, axis_key=1, axis_value=1),
     "int8": functools.partial(ours, preset="int8", grows=True),
     "int4": functools.partial(ours, preset="int4", grows=True),
+    "int4-token": functools.partial(ours, preset="int4-token", grows=True),
     "int8-static": functools.partial(ours, preset="int8"),
     "int4-static": functools.partial(ours, preset="int4"),
+    "int4-token-static": functools.partial(ours, preset="int4-token"),
     "int8-capture": functools.partial(ours, preset="int8", capture=True),
     "int4-capture": functools.partial(ours, preset="int4", capture=True),
+    "int4-token-capture": functools.partial(ours, preset="int4-token", capture=True),
     "k4v2-capture": functools.partial(ours, preset="k4v2", capture=True),
     "int2-capture": functools.partial(ours, preset="int2", capture=True),
 }

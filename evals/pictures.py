@@ -18,7 +18,7 @@ UNQUANTISED = "bf16"
 COLOURS = {UNQUANTISED: MUTED, "int8": PALETTE[0], "int4": PALETTE[2]}
 SPEED_CASE = "64x8k"
 # The presets that the README shows, in this order.
-SUMMARY_PRESETS = ["int8", "fp8", "k8v4", "int4-channel", "int4"]
+SUMMARY_PRESETS = ["int8", "fp8", "k8v4", "int4", "int4-token"]
 SYSTEMS = {
     "static": ("transformers static cache", COLOURS[UNQUANTISED]),
     "int8-static": ("int8 compiled", COLOURS["int8"]),

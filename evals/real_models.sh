@@ -26,7 +26,7 @@ generate="--window 2048 --prompt 1536 --tokens ${TOKENS:-4088}"
 long="--window 8192 --prompt 7680 --tokens ${LONG_TOKENS:-1533}"
 chunks="--window 2048 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS:-16368}"
 calibrated="--calibrate $texts/wikitext2.valid.tokens"
-calibrated+=" --preset int8 --preset k8v4 --preset int4 --preset int4-g32 --preset k4v2 --preset int2"
+calibrated+=" --preset int8 --preset k8v4 --preset int4 --preset int4-token --preset int4-g32 --preset k4v2 --preset int2"
 
 # fidelity NAME OPTIONS...: a results file, real_NAME.json.
 fidelity() {
@@ -48,10 +48,10 @@ start() {
 }
 
 start fidelity generate $generate $one_by_one
-start fidelity windows $generate --mode simulated --chunk 1 --preset int4:4+32 --preset int4:4+124 \
-    --preset int4-channel:4+28 --preset int4-channel:4+124 --preset k8v4:4+32
-start fidelity long $long --mode simulated --chunk 1 --preset int4 --preset int4-channel --preset int4-channel:4+28 \
-    --preset int4-channel:4+124
+start fidelity windows $generate --mode simulated --chunk 1 --preset int4-token:4+32 --preset int4-token:4+124 \
+    --preset int4:4+124 --preset k8v4:4+32
+start fidelity long $long --mode simulated --chunk 1 --preset int4-token --preset int4-channel --preset int4 \
+    --preset int4:4+124
 start fidelity generate_calibrated $generate $one_by_one $calibrated
 start fidelity chunks_calibrated $chunks $calibrated
 start recipes generate $generate

@@ -14,7 +14,7 @@ from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.evaluation.report.plots import label, picture
 
 # The systems that are compared, by their names in bench_batching.py.
-THEIRS, OURS = "flash", "int4"
+THEIRS, OURS = "flash", "int4-token"
 # What the picture shows, and how: a workload that was measured with several sizes of the cache.
 DRAWN_WORKLOAD = "W1"
 DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: ("int4", COLOURS["int4"])}
@@ -40,8 +40,8 @@ def _memory(found: dict[str, Any]) -> str:
 
 def throughput_table(results: dict[str, Any]) -> str:
     """Per workload and memory: tokens per second, how many are held, and the wait for the first, of both systems."""
-    headings = ["requests", "tokens in", "tokens out", "cache", "bf16, tokens/s", "`int4`, tokens/s", "speed-up"]
-    headings += ["tokens held: bf16, `int4`", "first token, s: bf16, `int4`"]
+    headings = ["requests", "tokens in", "tokens out", "cache", "bf16, tokens/s", "`int4-token`, tokens/s", "speed-up"]
+    headings += ["tokens held: bf16, `int4-token`", "first token, s: bf16, `int4-token`"]
     lines = []
     for found, *both in _pairs(results):
         fewest, most = found["new"]

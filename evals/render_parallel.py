@@ -10,7 +10,7 @@ from typing import Any
 from hf_kvquant.common.tables import markdown_table as table
 
 # By the names of generate_systems.py.
-NAMES = {"dynamic": "bf16, eager", "int4": "`int4`, eager", "int4-capture": "`int4`, captured"}
+NAMES = {"dynamic": "bf16, eager", "int4-token": "`int4-token`, eager", "int4-token-capture": "`int4-token`, captured"}
 
 
 def step_table(results: dict[str, Any]) -> str:

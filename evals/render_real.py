@@ -15,7 +15,7 @@ from hf_kvquant.evaluation.choices import UNQUANTIZED
 
 MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense windows, and each without: first and newest tokens follow the name.
-WITH_WINDOWS = ("int4", "int4:4+32", "int4:4+124", "int4-channel", "int4-channel:4+28", "int4-channel:4+124", "k8v4")
+WITH_WINDOWS = ("int4-token", "int4-token:4+32", "int4-token:4+124", "int4-channel", "int4", "int4:4+124", "k8v4")
 WITH_WINDOWS += ("k8v4:4+32",)
 
 Files = Mapping[str, Mapping[str, Any]]

@@ -13,7 +13,7 @@ from weight_methods import BF16, arm_of
 from hf_kvquant.common.tables import markdown_table as table
 
 # The caches that are compared, by their names in bench_batching.py.
-CACHES = {"flash": "bf16", "int4": "`int4`"}
+CACHES = {"flash": "bf16", "int4-token": "`int4-token`"}
 # From this many tokens on, a linear layer is limited by arithmetic rather than by reading its weights.
 FEW_ROWS = 64
 
@@ -82,7 +82,7 @@ def caption(results: dict[str, Any]) -> str:
     reasons = [f"{failure['method']}: {failure['reason'].rstrip('.')}" for failure in results["failures"]]
     missing = f" Not measured: {'; '.join(reasons)}." if reasons else ""
     return (
-        "Captured steps of a model with the shape of Llama-3-8B, random weights and an `int4` cache. The fastest "
+        "Captured steps of a model with the shape of Llama-3-8B, random weights and an `int4-token` cache. The fastest "
         f"kernel for 4-bit weights is {found['method']} ({found['kernel']}). Weights are in groups of 128; the output "
         "layer and the embedding stay in bf16. Linear layers: the same layers alone, cold in the L2 cache. A plain "
         f"read reaches {results['read_gbps']:,.0f} GB/s.{missing} {results['gpu']}, torch {results['torch']}, "

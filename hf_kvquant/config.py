@@ -180,13 +180,14 @@ class KVQuantConfig(Formats):
         - `key`, `value`: a storage type's name or a dictionary of `KVFormat` fields; overrides that side of the preset.
         - `transforms`: a list of names; by default they follow from the keys.
         - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; by default those
-          of the preset, which are 0 for most.
+          of the preset, which are 0 for those of 8 bits.
         - `layers`: from layer index to a preset's name or a dictionary with `preset`, `key`, `value`, `transforms`,
           `sink_length`, `residual_length`. The last two default to those given for all layers if the layer is
           quantised, else to those of its preset.
         - `sliding`, `static`, `max_cache_len`, `capture`, `offloading`: as the attributes.
         - `backend`: must be ours; ignored.
-        - `nbits` (8, 4, 3 or 2) and `q_group_size` (channels per scale): transformers' spellings, for both sides.
+        - `nbits` (8, 4, 3 or 2): transformers' spelling of presets `int8`, `int4` and `int2`, or of 3 bits.
+        - `q_group_size`: its spelling of channels per scale, for both sides.
 
         Raises:
             TypeError: `data` is not a dictionary, or a value is of the wrong type.

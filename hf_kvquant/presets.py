@@ -45,18 +45,24 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
     "none": (_NONE, _NONE),
     "int8": (_INT8, _INT8),
     "k8v4": (_INT8, _VALUES["int4"]),
-    "int4": (_KEYS["int4"], _VALUES["int4"]),
-    "int4-g32": (_INT4_G32, _INT4_G32),
+    "int4": (_INT4_CHANNEL, _VALUES["int4"]),
     "int4-channel": (_INT4_CHANNEL, _VALUES["int4"]),
+    "int4-token": (_KEYS["int4"], _VALUES["int4"]),
+    "int4-g32": (_INT4_G32, _INT4_G32),
     "k4v2": (_KEYS["int4"], _VALUES["int2"]),
     "int2": (_KEYS["int2"], _VALUES["int2"]),
     "fp8": (_FP8, _FP8),
 }
-# Dense tokens that belong to a preset, first and newest. Two bits need them: without, the divergence of `int2` on the
-# reference model is fifteen times that of `int4` (docs/recipes.md). With them, it is four times that on a real model
-# (docs/presets.md).
+# Dense tokens that belong to a preset, first and newest. All others attend to the first, and most attention goes to the
+# newest: 4 + 28 of them take four fifths off the divergence of four bits on a real model (docs/presets.md). 28 and not
+# 32, since GPU kernels read 16 dense tokens at a time, and 4 + 28 are two times 16. Two bits need more: with none, the
+# divergence of `int2` on the reference model is fifteen times that of `int4-token` (docs/recipes.md).
 _FOUR_AND_NEWEST = {"sink_length": 4, "residual_length": 128}
-PRESET_WINDOWS: dict[str, dict[str, int]] = {"k4v2": _FOUR_AND_NEWEST, "int2": _FOUR_AND_NEWEST}
+PRESET_WINDOWS: dict[str, dict[str, int]] = {
+    "int4": {"sink_length": 4, "residual_length": 28},
+    "k4v2": _FOUR_AND_NEWEST,
+    "int2": _FOUR_AND_NEWEST,
+}
 DEFAULT_PRESET = "int8"
 # Keys of so many bits or fewer suffer from biases and outlier channels, which the pre-flight looks for.
 FEW_BITS = 4
@@ -223,7 +229,8 @@ def layer_formats(where: str, data: Mapping[str, Any], windows: Mapping[str, int
 
     Windows in the dictionary go before `windows`, and these before those of a preset.
     """
-    key, value = _with_aliases(*_sides(where, data), data)
+    data = _without_nbits(data)
+    key, value = _grouped(*_sides(where, data), data.get("q_group_size"))
     if key.is_quantized or value.is_quantized:
         data = {**PRESET_WINDOWS.get(data.get("preset", DEFAULT_PRESET), {}), **windows, **data}
     options = {name: data[name] for name in ("transforms", *WINDOWS) if data.get(name) is not None}
@@ -264,30 +271,37 @@ def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVForm
     return tuple(name for name in TRANSFORMS if name in names)
 
 
-def _with_aliases(key: KVFormat, value: KVFormat, data: Mapping[str, Any]) -> tuple[KVFormat, KVFormat]:
-    """Apply transformers' spellings, `nbits` and `q_group_size`."""
+def _without_nbits(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers' spelling `nbits` as the preset of that name; with groups or 3 bits, as formats of both sides."""
     nbits = data.get("nbits")
-    if nbits is not None:
-        clash = [key for key in ("preset", "key", "value") if key in data]
-        if clash:
-            raise ValueError(
-                f"KVQuantConfig: `nbits` must not be given together with {clash}, got {nbits!r}. Keep one of them."
-            )
-        if not isinstance(nbits, int) or nbits not in _NBITS:
-            raise ValueError(f"KVQuantConfig: `nbits` must be one of {list(_NBITS)}, got {nbits!r}.")
-        key, value = (_DEFAULT_FORMATS[side][_NBITS[nbits]] for side in ("key", "value"))
-    group_size = data.get("q_group_size")
-    if group_size is not None:
-        if not (key.is_quantized and value.is_quantized):
-            raise ValueError(
-                "KVQuantConfig: `q_group_size` must be left out where keys or values are not quantised, "
-                f"got {group_size}."
-            )
-        if key.block_size is not None:
-            raise ValueError(
-                "KVQuantConfig: `q_group_size` must be left out where keys have a scale for every channel, "
-                f"got {group_size}. Use preset 'int4-g32' for groups of channels."
-            )
-        grouped: dict[str, Any] = {"granularity": "group", "group_size": group_size, "clip_ratio": 1.0}
-        key, value = (dataclasses.replace(side, **grouped) for side in (key, value))
+    if nbits is None:
+        return data
+    clash = [key for key in ("preset", "key", "value") if key in data]
+    if clash:
+        raise ValueError(
+            f"KVQuantConfig: `nbits` must not be given together with {clash}, got {nbits!r}. Keep one of them."
+        )
+    if not isinstance(nbits, int) or nbits not in _NBITS:
+        raise ValueError(f"KVQuantConfig: `nbits` must be one of {list(_NBITS)}, got {nbits!r}.")
+    name = _NBITS[nbits]
+    if name in PRESETS and data.get("q_group_size") is None:
+        return {**data, "preset": name}
+    return {**data, "key": name, "value": name}
+
+
+def _grouped(key: KVFormat, value: KVFormat, group_size: object) -> tuple[KVFormat, KVFormat]:
+    """Both formats with transformers' `q_group_size`."""
+    if group_size is None:
+        return key, value
+    if not (key.is_quantized and value.is_quantized):
+        raise ValueError(
+            f"KVQuantConfig: `q_group_size` must be left out where keys or values are not quantised, got {group_size}."
+        )
+    if key.block_size is not None:
+        raise ValueError(
+            "KVQuantConfig: `q_group_size` must be left out where keys have a scale for every channel, "
+            f"got {group_size}. Use preset 'int4-g32' for groups of channels."
+        )
+    grouped: dict[str, Any] = {"granularity": "group", "group_size": group_size, "clip_ratio": 1.0}
+    key, value = (dataclasses.replace(side, **grouped) for side in (key, value))
     return key, value

@@ -102,7 +102,7 @@ def held(running: Running) -> Iterator[Gate]:
 @contextlib.contextmanager
 def serving(
     folder: str,
-    preset: str = "int4",
+    preset: str = "int4-token",
     *,
     max_waiting: int = 1024,
     shutdown_timeout: float = 5,

@@ -270,7 +270,7 @@ def test_adapters_on_folded_weights_are_refused(target: str, when: str) -> None:
         rf"{when}: `model` must not have adapters on weights that smooth_attention has changed, got one at .*{target}"
     )
     with pytest.raises(ValueError, match=message):
-        patch(model, "int4") if when == "patch" else tokens_of(model)
+        patch(model, "int4-token") if when == "patch" else tokens_of(model)
     unsmooth(model)  # what the message says
     patch(model, "none")
     compare.assert_same(tokens_of(model), expected, "tokens")
@@ -291,7 +291,7 @@ def test_adapters_on_rotated_weights_are_refused() -> None:
         r"must not have adapters on weights that rotate_values has changed, got one at .*v_proj\. Call hf_kvquant\.un"
     )
     with pytest.raises(ValueError, match=message):
-        patch(model, "int4")
+        patch(model, "int4-token")
     patch(unrotate_values(model), "none")
     compare.assert_same(tokens_of(model), expected, "tokens")
 
@@ -353,7 +353,7 @@ def test_calibrated_caches_serve_every_adapter(caplog: pytest.LogCaptureFixture)
     assert "must have no adapters on keys and queries" in caplog.text
     for name in ("one", "two"):
         wrapped.set_adapter(name)
-        models.check_against_reference(model, "int4", left_padded())
+        models.check_against_reference(model, "int4-token", left_padded())
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ ROOM, HEAD_DIM = 1024, 32
 LAYOUTS = [
     ("int4-channel", 0, 0),
     ("int4-channel", 4, 200),
-    ("int4", 4, 16),
+    ("int4-token", 4, 16),
     ("int8", 0, 16),
     ("fp8", 4, 1),
     ("int4-g32", 0, 130),
@@ -104,7 +104,7 @@ def test_rejected_tokens_are_not_brought_back(device: str, rejected: int, layout
     take(store, 50 + torch.randn(1, 2, rejected, HEAD_DIM).to(device))
     rewind.crop(store, rejected)
     rewind.crop(store, 110 if layout[0] == "int4-channel" else 30)
-    bound = float(text.abs().max()) / (7 if layout[0].startswith("int4") else 100)
+    bound = float(text.abs().max()) / (7 if layout[0].startswith("int4-token") else 100)
     for ours, theirs in zip(shown(store), (text, text.flip(-1)), strict=True):
         assert_close(ours, theirs[:, :, : store.length].cpu(), bound, "tokens before the crops")
 
@@ -125,7 +125,7 @@ def test_crops_that_nobody_announced_dequantize(layout: tuple[str, int, int], mo
     assert calls
 
 
-@pytest.mark.parametrize("layout", [("int4-channel", 0, 0), ("int4", 4, 16)], ids=str)
+@pytest.mark.parametrize("layout", [("int4-channel", 0, 0), ("int4-token", 4, 16)], ids=str)
 def test_announced_with_tokens_held(layout: tuple[str, int, int]) -> None:
     """A chat goes on with an assistant: the dense tokens move, and crops are exact from then on."""
     store, expected = new_store(layout, is_static=True), new_store(layout, is_static=True)
@@ -147,7 +147,7 @@ def test_announced_with_tokens_held(layout: tuple[str, int, int]) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{"preset": "int4-channel"}, {"preset": "int4", "residual_length": 16, "sink_length": 4}],
+    [{"preset": "int4-channel"}, {"preset": "int4-token", "residual_length": 16, "sink_length": 4}],
     ids=lambda config: config["preset"],
 )
 def test_prompt_lookup_finds_the_tokens_of_greedy_decoding(device: str, config: dict[str, Any], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)
     [
         ("int4", "int4", {}),
         ("int4:4+128", "int4", {"sink_length": 4, "residual_length": 128}),
-        ("int4-untransformed", "int4", {"transforms": [], "key": NAIVE, "value": NAIVE}),
+        ("int4-token-untransformed", "int4-token", {"transforms": [], "key": NAIVE, "value": NAIVE}),
         ("int8-untransformed:0+9", "int8", {"transforms": [], "residual_length": 9}),
         ("none:0+0", "none", {}),
     ],
@@ -55,7 +55,7 @@ def test_windows_are_those_of_the_name_or_else_of_the_options() -> None:
     configs = checked_configs(parser.parse_args(words))
     assert {name: (config.sink_length, config.residual_length) for name, config in configs.items()} == {
         "none": (0, 0),
-        "int4": (3, 0),
+        "int4": (3, 28),
         "int4:1+2": (1, 2),
     }
     assert list(checked_configs(parser.parse_args([]))) == ["none", "int4"]

@@ -81,7 +81,7 @@ def crops_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     "preset, residual_length",
-    [("none", 0), ("int8", 0), ("int4", 0), ("fp8", 0), ("int4-channel", 0), ("int4", 4)],
+    [("none", 0), ("int8", 0), ("int4-token", 0), ("fp8", 0), ("int4-channel", 0), ("int4-token", 4)],
 )
 def test_prompt_lookup(model: Any, preset: str, residual_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"preset": preset, "residual_length": residual_length}
@@ -109,7 +109,7 @@ def test_families(family: str, device: str) -> None:
 # this can change tokens where a model accepts whatever it proposes itself.
 @pytest.mark.parametrize(
     "preset, helper",
-    [(preset, helper) for preset in ("int8", "int4") for helper in ("unpatched", "patched", "captured")]
+    [(preset, helper) for preset in ("int8", "int4-token") for helper in ("unpatched", "patched", "captured")]
     + [("int8", "itself")],
 )
 def test_assistants(model: Any, assistant: Any, preset: str, helper: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def make_module() -> Any:
     return modeling_llama.LlamaAttention(CONFIG, 0).eval()
 
 
-def make_handles(q_len: int = 1, preset: Any = "int4", **options: Any) -> tuple[KVHandle, KVHandle]:
+def make_handles(q_len: int = 1, preset: Any = "int4-token", **options: Any) -> tuple[KVHandle, KVHandle]:
     """Handles over LENGTH tokens, of which the newest `q_len` are pending."""
     cache = KVQuantCache(CONFIG, preset, **options)
     for count in (LENGTH - q_len, q_len):

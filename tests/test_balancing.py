@@ -33,7 +33,7 @@ def with_outliers(name: str = "llama") -> tuple[Any, dict[int, torch.Tensor]]:
 def test_models_without_outliers_get_no_factors(name: str) -> None:
     model = models.family(name)
     assert balancing_factors(model) == {}
-    assert all(transform.smoothing is None for transform in key_transforms(model, "int4").values())
+    assert all(transform.smoothing is None for transform in key_transforms(model, "int4-token").values())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -49,7 +49,7 @@ def test_outliers_get_what_they_have_grown_by(name: str) -> None:
         assert (relative - relative.median(-1, keepdim=True).values).abs().max() <= 1.0
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel"])
 def test_factors_undo_most_of_what_outliers_cost(preset: str) -> None:
     """A short forward behind a prompt, over codes: the distance to the logits of the unquantised model."""
     model, _ = with_outliers()
@@ -70,11 +70,11 @@ def test_factors_undo_most_of_what_outliers_cost(preset: str) -> None:
 
 def test_generate_uses_them_and_logits_without_codes_stay() -> None:
     model, _ = with_outliers()
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         cache = cache_of(greedy(model, left_padded()))
     assert [storage.key_transform.describe() for storage in cache.storages] == ["smooth+rotate"] * 2
     exact = greedy(model, left_padded())
-    with patched(model, {"preset": "int4", "residual_length": 64}):
+    with patched(model, {"preset": "int4-token", "residual_length": 64}):
         dense = greedy(model, left_padded())
     assert torch.equal(dense.sequences, exact.sequences)
     assert torch.allclose(logits(dense), logits(exact), atol=1e-4)
@@ -84,26 +84,31 @@ def test_nobody_looks_where_factors_have_no_part(monkeypatch: pytest.MonkeyPatch
     model, _ = with_outliers()
     calls: list[Any] = []
     monkeypatch.setattr(of_model, "balancing_factors", lambda given: calls.append(given) or balancing_factors(given))
-    for config in ("fp8", "none", {"preset": "int4", "transforms": ["rotate"]}, {"transforms": ["smooth"]}):
+    for config in ("fp8", "none", {"preset": "int4-token", "transforms": ["rotate"]}, {"transforms": ["smooth"]}):
         assert all(transform.smoothing is None for transform in key_transforms(model, config).values())
     biased, _ = with_outliers("qwen2")
-    found = key_transforms(biased, {"preset": "int4", "transforms": ["center", "smooth"]})
+    found = key_transforms(biased, {"preset": "int4-token", "transforms": ["center", "smooth"]})
     assert {transform.describe() for transform in found.values()} == {"center"}, "outliers stay in their channels"
     assert not calls
     of_model.set_smoothing(model, {0: torch.full((2, models.HEAD_DIM), 2.0)})
-    assert [transform.describe() for transform in key_transforms(model, "int4").values()] == ["smooth+rotate", "rotate"]
+    assert [transform.describe() for transform in key_transforms(model, "int4-token").values()] == [
+        "smooth+rotate",
+        "rotate",
+    ]
     assert not calls, "what was set goes first, as a whole"
     of_model.set_smoothing(model, {})
-    key_transforms(model, "int4"), key_transforms(model, "int8")
+    key_transforms(model, "int4-token"), key_transforms(model, "int8")
     assert len(calls) == 1
 
 
 def test_calibration_starts_without_them_and_replaces_them() -> None:
     model, _ = with_outliers()
-    assert any(transform.smoothing is not None for transform in key_transforms(model, "int4").values())
+    assert any(transform.smoothing is not None for transform in key_transforms(model, "int4-token").values())
     texts = [40 * models.SENTENCE]
-    hf_kvquant.smooth_attention(model, models.tokenizer(), texts, "int4", num_tokens=512, window=64, progress=False)
-    assert all(transform.smoothing is None for transform in key_transforms(model, "int4").values())
+    hf_kvquant.smooth_attention(
+        model, models.tokenizer(), texts, "int4-token", num_tokens=512, window=64, progress=False
+    )
+    assert all(transform.smoothing is None for transform in key_transforms(model, "int4-token").values())
 
 
 def test_a_model_that_cannot_be_looked_at_is_said_in_the_log(
@@ -116,8 +121,8 @@ def test_a_model_that_cannot_be_looked_at_is_said_in_the_log(
 
     monkeypatch.setattr(of_model, "balancing_factors", refuse)
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
-        assert all(transform.smoothing is None for transform in key_transforms(model, "int4").values())
-        key_transforms(model, "int4")
+        assert all(transform.smoothing is None for transform in key_transforms(model, "int4-token").values())
+        key_transforms(model, "int4-token")
     (record,) = caplog.records
     assert record.getMessage() == (
         "key_transforms: the keys of LlamaForCausalLM could not be looked at, so outlier channels are not smoothed "

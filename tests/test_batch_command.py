@@ -80,7 +80,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token"])
 def test_answers_are_those_of_generate(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = Batch(REFERENCE, tmp_path, capsys)
     texts = ["The village is located in the", "The river", "He was born in", "In 1998, the band"]
@@ -330,7 +330,7 @@ def test_an_interrupted_run_keeps_its_answers(batch: Batch, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "more, told",
     [
-        (["--preset", "int4"], '`preset` was "int8" and is "int4"; `formats` was '),
+        (["--preset", "int4-token"], '`preset` was "int8" and is "int4-token"; `formats` was '),
         (["--max-new-tokens", "7"], "`max_new_tokens` was 6 and is 7."),
         (["--sample"], "`sample` was false and is true."),
         (["--dtype", "bfloat16"], '`dtype` was "float32" and is "bfloat16".'),
@@ -387,7 +387,7 @@ def test_two_runs_do_not_write_one_file(batch: Batch) -> None:
     "more, told",
     [
         (["--preset", "int5"], "`--preset` must be one of "),
-        (["--preset", "int4:4+128"], "cannot be batched like this. "),
+        (["--preset", "int4-token:4+128"], "cannot be batched like this. "),
         (["--max-new-tokens", "0"], "`--max-new-tokens` must be at least 1, got 0."),
         (["--temperature", "-1"], "`--temperature` must be a number from 0, got -1.0"),
         (["--top-p", "2"], "`--top-p` must be above 0 and at most 1, got 2.0"),

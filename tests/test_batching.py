@@ -35,7 +35,7 @@ if HAS_PAGES:
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
 REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
-PRESETS = ["int8", "k8v4", "int4", "int4-g32", "int4-channel", "fp8", "none"]
+PRESETS = ["int8", "k8v4", "int4-token", "int4-g32", "int4-channel", "fp8", "none"]
 # Dense windows that prompts of the tests outgrow.
 K4V2, INT2 = ({"preset": name, "sink_length": 2, "residual_length": 8} for name in ("k4v2", "int2"))
 PAGE = 128
@@ -149,7 +149,7 @@ def test_each_request_gets_what_generate_gives_it(name: str, preset: Any) -> Non
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_prompts_attend_as_before_the_patch(attention: str) -> None:
-    with patched(models.build("llama", attention=attention), "int4") as model:
+    with patched(models.build("llama", attention=attention), "int4-token") as model:
         assert batched(model, PROMPTS[:3]) == [alone(model, prompt) for prompt in PROMPTS[:3]]
 
 
@@ -166,7 +166,7 @@ def test_sliding_windows(name: str) -> None:
         assert batched(model, prompts[:1], max_batch_tokens=25) == expected[:1]
 
 
-@pytest.mark.parametrize(("preset", "other"), [("int4", "none"), ("int4-channel", "int8")])
+@pytest.mark.parametrize(("preset", "other"), [("int4-token", "none"), ("int4-channel", "int8")])
 def test_layers_may_have_formats_of_their_own(preset: str, other: str) -> None:
     """Their pages differ in size, and all get that of the largest. Not all have a tail."""
     config = KVQuantConfig.from_preset(preset, layers={1: other})
@@ -199,11 +199,11 @@ def test_sequences_of_several_pages(preset: Any) -> None:
 
 def test_the_reference_model() -> None:
     model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         assert batched(model, PROMPTS, 6) == [alone(model, prompt, 6) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", K4V2], ids=str)
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel", K4V2], ids=str)
 def test_a_prompt_in_chunks_is_that_of_generate_in_chunks(preset: Any) -> None:
     """Both attend to raw keys in the first chunk, and to codes from the second on."""
     prompt = text(70)
@@ -228,7 +228,7 @@ def test_requests_that_starve_start_again(num_blocks: int) -> None:
         ]
 
 
-@pytest.mark.parametrize(("preset", "num_blocks"), [("int4", 4), ("int4-channel", 8), (K4V2, 8)], ids=str)
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int4-token", 4), ("int4-channel", 8), (K4V2, 8)], ids=str)
 def test_requests_that_starve_wait_in_cpu_memory(monkeypatch: pytest.MonkeyPatch, preset: Any, num_blocks: int) -> None:
     """Their codes come back as they were."""
     empty = torch.empty
@@ -241,7 +241,7 @@ def test_requests_that_starve_wait_in_cpu_memory(monkeypatch: pytest.MonkeyPatch
         ]
 
 
-@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int4-token", "int4-channel"])
 def test_shared_prefixes_are_read_as_codes(preset: str) -> None:
     """As in `generate` whose first chunk is the shared page."""
     prefix = text(PAGE)
@@ -393,7 +393,7 @@ def test_pages_grow_for_dense_tokens_if_nobody_sets_them(caplog: pytest.LogCaptu
     )
 
 
-@pytest.mark.parametrize("preset", ["int4", "int4-channel", K4V2], ids=str)
+@pytest.mark.parametrize("preset", ["int4-token", "int4-channel", K4V2], ids=str)
 def test_forks_go_on_from_the_prompt(preset: Any) -> None:
     """transformers computes a prompt without its last token, copies or shares the pages, and goes on with each."""
     prompt = text(PAGE + 40)
@@ -412,7 +412,7 @@ def test_forks_go_on_from_the_prompt(preset: Any) -> None:
 
 def test_padding_does_not_show() -> None:
     """Tokens of steps with prompts are padded on a GPU, those of captured steps in `test_many_requests_on_a_gpu`."""
-    with patched(models.llama(), "int4") as model:
+    with patched(models.llama(), "int4-token") as model:
         expected = [alone(model, prompt) for prompt in PROMPTS]
         with managed(model, max_batch_tokens=300) as manager:
             runner = manager.batch_processor.model_runner
@@ -424,7 +424,10 @@ def test_padding_does_not_show() -> None:
 
 
 def test_all_sizes_of_captured_steps_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with patched(models.llama(), "int4") as model, with_tables(model, num_blocks=2, max_batch_tokens=420) as manager:
+    with (
+        patched(models.llama(), "int4-token") as model,
+        with_tables(model, num_blocks=2, max_batch_tokens=420) as manager,
+    ):
         runner, warmed = manager.batch_processor.model_runner, []
         runner.use_cuda_graph_decode = runner.pad_inputs = True
         monkeypatch.setattr(
@@ -443,7 +446,7 @@ def test_all_sizes_of_captured_steps_are_captured_at_the_start(monkeypatch: pyte
 
 def test_trash_does_not_show() -> None:
     """Garbage where transformers puts what nobody reads."""
-    with patched(models.llama(), "int4") as model:
+    with patched(models.llama(), "int4-token") as model:
         expected = [alone(model, prompt) for prompt in PROMPTS]
         with managed(model) as manager:
             cache = manager.batch_processor.cache
@@ -483,7 +486,7 @@ def with_tables(model: Any, num_blocks: int, max_batch_tokens: int = 256) -> Ite
         manager.destroy()
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", K4V2], ids=str)
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel", K4V2], ids=str)
 def test_decode_steps_read_tables_of_transformers(preset: Any) -> None:
     """All but that with a prompt of one token, which has no past."""
     with patched(models.llama(), preset) as model:
@@ -651,7 +654,7 @@ def test_many_requests_on_a_gpu(preset: str) -> None:
 def test_on_a_gpu_that_is_not_the_current_one() -> None:
     """As in the second process of `accelerate launch`. The first manager warms up in the thread of the caller."""
     model = models.on("cuda:1", long_llama())
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         expected = [alone(model, prompt, 12) for prompt in PROMPTS]
         with managed(model, 12, num_blocks=20) as manager:
             assert [answers(manager, PROMPTS) for _ in range(2)] == [expected, expected]
@@ -903,7 +906,7 @@ def test_tokens_can_be_streamed() -> None:
 
 
 def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other() -> None:
-    with patched(models.llama(), "int4") as model:
+    with patched(models.llama(), "int4-token") as model:
         with managed(model, num_blocks=1000) as manager:
             manager.start()
             name = manager.add_request([4, 8, 9], max_new_tokens=100_000, streaming=True)
@@ -960,7 +963,7 @@ def test_unpatching_stops_a_running_manager() -> None:
 def test_patching_again_replaces_a_kept_manager() -> None:
     """One of transformers' own, too, which would go on without codes."""
     model = models.build("llama")
-    for preset in ("int8", "int4"):
+    for preset in ("int8", "int4-token"):
         model.generate_batch([[5, 6, 7]], generation(2), settings(), persistent_manager=True)
         patch(model, preset)
         assert not hasattr(model, "_cached_continuous_batching_manager")

@@ -168,7 +168,7 @@ def test_requests_with_equally_many_new_tokens_attend_together() -> None:
 
 
 @needs_pages
-@pytest.mark.parametrize("preset", ["int8", "k8v4", "int4", "int4-g32", "fp8", "none"])
+@pytest.mark.parametrize("preset", ["int8", "k8v4", "int4-token", "int4-g32", "fp8", "none"])
 def test_a_token_takes_the_bytes_that_it_takes_in_a_cache_of_generate(preset: str) -> None:
     with patched(models.llama(), preset) as model:
         cache = KVQuantCache(model.config, preset)
@@ -212,7 +212,7 @@ def test_memory_holds_as_many_more_tokens_as_they_are_smaller(monkeypatch: pytes
         theirs, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), 1 << 28, 0, 0), raising=True
     )
     held = {}
-    for preset in ("int4", "none"):
+    for preset in ("int4-token", "none"):
         with patched(models.llama(), preset) as model:
             manager = model.init_continuous_batching(
                 continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=64, max_requests_per_batch=4)
@@ -220,7 +220,7 @@ def test_memory_holds_as_many_more_tokens_as_they_are_smaller(monkeypatch: pytes
             cache = manager._create_batch_processor().cache
             manager.destroy()
         held[preset] = cache.num_blocks * cache.bytes_per_sector
-    assert held["int4"] == pytest.approx(0.6 * (1 << 28), rel=0.05)
+    assert held["int4-token"] == pytest.approx(0.6 * (1 << 28), rel=0.05)
     assert held["none"] == pytest.approx(0.6 * (1 << 28), rel=0.05)
 
 

@@ -133,13 +133,13 @@ def test_other_devices_are_refused() -> None:
     ("config", "options", "message", "error"),
     [
         (
-            {"preset": "int4", "sink_length": 999},
+            {"preset": "int4-token", "sink_length": 999},
             {"page_size": 384},
             "PageLayout: `num_tokens` must be at least",
             ValueError,
         ),
         (
-            {"preset": "int4", "layers": {1: {"residual_length": 800}}},
+            {"preset": "int4-token", "layers": {1: {"residual_length": 800}}},
             {"num_blocks": 4},
             "for dense windows of 0 and 800 tokens, got 256: a page must have room for them. Set `page_size`",
             ValueError,
@@ -337,7 +337,7 @@ def test_settings_of_generate_alone_are_told_once(caplog: pytest.LogCaptureFixtu
 @needs_pages
 @pytest.mark.parametrize(
     "cache_config",
-    [{"backend": "hf_kvquant", "preset": "int4"}, {"preset": "int4"}, {"backend": "quanto", "nbits": 4}],
+    [{"backend": "hf_kvquant", "preset": "int4-token"}, {"preset": "int4-token"}, {"backend": "quanto", "nbits": 4}],
     ids=str,
 )
 def test_a_cache_of_another_kind_than_the_pages_is_refused(cache_config: dict[str, Any]) -> None:

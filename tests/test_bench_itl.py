@@ -64,15 +64,17 @@ def test_results(
 
     monkeypatch.setattr(bench, "measure", small)
     cases = ("--cases", "1x20", "1x40", "1x60", "2x20", "2x40")
-    first, _ = run(bench, monkeypatch, capsys, path, *cases, "--arms", "int4", "none")
-    results, printed = run(bench, monkeypatch, capsys, path, *cases, "--arms", "dynamic", "int4", "none", "static")
+    first, _ = run(bench, monkeypatch, capsys, path, *cases, "--arms", "int4-token", "none")
+    results, printed = run(
+        bench, monkeypatch, capsys, path, *cases, "--arms", "dynamic", "int4-token", "none", "static"
+    )
     assert results["rows"][:10] == first["rows"] and len(results["commands"]) == 2
     rows = {(row["arm"], row["case"]): row for row in results["rows"]}
     assert len(rows) == len(results["rows"]) == 10 + 4 + 4
     for (arm, _), row in rows.items():
         # Six steps are timed, of which the last fills the context. Two layers, keys and values, two heads of 32.
         assert row["tokens"] == row["context"] - 3
-        assert row["cache_bytes"] == row["batch"] * row["context"] * (8 * (16 + 4) if arm == "int4" else 512)
+        assert row["cache_bytes"] == row["batch"] * row["context"] * (8 * (16 + 4) if arm == "int4-token" else 512)
         assert row["roofline_ms"] == pytest.approx((results["weight_bytes_read"] + row["cache_bytes"]) / 10e6)
         assert 0 < row["p10_ms"] <= row["p90_ms"]
     assert results["failures"] == [
@@ -85,7 +87,7 @@ def test_results(
     ]
     assert "dynamic, 2x40: OutOfMemoryError" in printed and Recorded.made
     lines = {(line["arm"], line["batch"]): line for line in results["lines"]}
-    assert set(lines) == set(itertools.product(("dynamic", "int4", "none", "static"), (1, 2)))
+    assert set(lines) == set(itertools.product(("dynamic", "int4-token", "none", "static"), (1, 2)))
     assert lines["dynamic", 2]["us_per_1k"] is None and lines["static", 1]["points"] == 2
     again, _ = run(bench, monkeypatch, capsys, path, *cases, "--arms", "dynamic")
     assert again["rows"] == results["rows"] and len(again["failures"]) == 2
@@ -118,7 +120,7 @@ def test_the_compiled_cache_is_measured_at_two_contexts(bench: ModuleType) -> No
     cases = bench.parse([]).cases
     kept = [case.name for case in cases if not bench.is_left_out("static", case, cases)]
     assert kept == ["1x1k", "1x32k", "8x1k", "8x16k"]
-    assert not any(bench.is_left_out("int4", case, cases) for case in cases)
+    assert not any(bench.is_left_out("int4-token", case, cases) for case in cases)
     long = [bench.Case(1, 65536), bench.Case(1, 131072)]
     assert [bench.is_left_out("static", case, long) for case in long] == [False, True]
 
@@ -193,20 +195,20 @@ def test_presets_have_to_beat_every_bf16_cache(bench: ModuleType) -> None:
         *(row_of("none", 2, x, 5 + x / 1000) for x in (1000, 4000, 8000)),
         *(row_of("static", 2, x, 6 + x / 1000) for x in (1000, 4000)),
         *(row_of("int8", 2, x, 6 + x / 2000) for x in (1000, 4000, 8000)),  # beats static always, none from 2000 on
-        *(row_of("int4", 2, x, 4 + x / 4000) for x in (1000, 4000, 8000)),
+        *(row_of("int4-token", 2, x, 4 + x / 4000) for x in (1000, 4000, 8000)),
         *(row_of("fp8", 2, x, 9 + x / 1000) for x in (1000, 4000, 8000)),
     ]
     lines = {line["arm"]: line for line in bench.lines_of(rows)}
     assert {arm: line["break_even"] for arm, line in lines.items()} == {
         "none": None,
         "int8": pytest.approx(2000),
-        "int4": 1000,
+        "int4-token": 1000,
         "fp8": None,
         "static": None,
     }
     # A token in each of two sequences: two tokens held.
     assert lines["int8"]["us_per_1k"] == pytest.approx(250) and lines["int8"]["fixed_ms"] == pytest.approx(6)
-    assert bench.lines_of([row_of("int4", 1, 1000, 5.0)])[0]["break_even"] is None
+    assert bench.lines_of([row_of("int4-token", 1, 1000, 5.0)])[0]["break_even"] is None
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def test_presets_have_to_beat_every_bf16_cache(bench: ModuleType) -> None:
 
 def results_of(bench: ModuleType) -> dict[str, Any]:
     """Results of two batches, where int8 is faster from 2,000 tokens on, int4 always and fp8 never."""
-    lines = {"none": (5, 1.0), "static": (6, 1.0), "int8": (6, 0.5), "int4": (4, 0.25), "fp8": (9, 1.0)}
+    lines = {"none": (5, 1.0), "static": (6, 1.0), "int8": (6, 0.5), "int4-token": (4, 0.25), "fp8": (9, 1.0)}
     rows = [
         row_of(arm, batch, x, fixed + slope * batch * x / 1000)
         for arm, (fixed, slope) in lines.items()
@@ -235,7 +237,7 @@ def test_page(bench: ModuleType) -> None:
         "|---|--:|--:|--:|--:|",
         "| bf16, captured | 1000.00 | 5.00 |  | 13.00 |",
         "| `int8` | 500.00 | 6.00 | 2,000 | 10.00 |",
-        "| `int4` | 250.00 | 4.00 | all | 6.00 |",
+        "| `int4-token` | 250.00 | 4.00 | all | 6.00 |",
         "| `fp8` | 1000.00 | 9.00 | - | 17.00 |",
         "| transformers, static | 1000.00 | 6.00 |  | 14.00 |",
     ]
@@ -252,8 +254,8 @@ def test_picture(bench: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     render = importlib.import_module("render_itl")
     numbers = render.plotted(results_of(bench))
-    assert list(numbers["steps"]) == ["1"] and list(numbers["steps"]["1"]) == ["static", "none", "int8", "int4"]
-    assert numbers["steps"]["1"]["int4"][0][0] == 1000 and numbers["gpu"] == "G"
+    assert list(numbers["steps"]) == ["1"] and list(numbers["steps"]["1"]) == ["static", "none", "int8", "int4-token"]
+    assert numbers["steps"]["1"]["int4-token"][0][0] == 1000 and numbers["gpu"] == "G"
     render.draw(numbers, tmp_path / "itl.svg")
     drawn = (tmp_path / "itl.svg").read_text(encoding="utf-8")
     for text in (

@@ -119,7 +119,7 @@ def test_arguments(bench: ModuleType, words: list[str], message: str, capsys: py
 
 def test_a_cache_is_filled(bench: ModuleType) -> None:
     model = models.build("llama", torch.bfloat16)
-    cache = KVQuantCache(model.config, "int4", max_cache_len=32)
+    cache = KVQuantCache(model.config, "int4-token", max_cache_len=32)
     bench.fill(model, cache, 2, 17)
     assert [storage.length for storage in cache.storages] == [17, 17]
 
@@ -169,7 +169,11 @@ def test_pages(bench: ModuleType) -> None:
 
 def test_page_of_batches(bench: ModuleType) -> None:
     render = importlib.import_module("render_weights")
-    arms = [("bf16", "flash", 1000.0, 26.0e9), ("tinygemm", "flash", 1500.0, None), ("tinygemm", "int4", 4000.0, None)]
+    arms = [
+        ("bf16", "flash", 1000.0, 26.0e9),
+        ("tinygemm", "flash", 1500.0, None),
+        ("tinygemm", "int4-token", 4000.0, None),
+    ]
     rows = [
         {
             "weights": weights,
@@ -186,7 +190,7 @@ def test_page_of_batches(bench: ModuleType) -> None:
     lines = render.throughput_table({"workloads": [found]}).splitlines()
     start = "| 64 of 1,024 in, 128 to 896 out | 24 GB |"
     assert lines[2] == f"{start} bf16, bf16 | 1,000 | 1.0x | 20 | 45k | 26.0 |"
-    assert lines[4] == f"{start} tinygemm, `int4` | 4,000 | 4.0x | 20 | 45k | - |"
+    assert lines[4] == f"{start} tinygemm, `int4-token` | 4,000 | 4.0x | 20 | 45k | - |"
     assert render.throughput_caption(card).endswith("2026-11-26, `evals/results/batching_weights.json`.")
     del rows[0]
     assert "| tinygemm, bf16 | 1,500 | - |" in render.throughput_table({"workloads": [found]})

@@ -79,7 +79,7 @@ def bits_of(model: Any, names: tuple[str, ...]) -> float:
 def test_the_best_presets_within_the_budget_are_picked() -> None:
     """All combinations of three layers, by what each preset costs each layer."""
     model = build(num_hidden_layers=3)
-    presets = ("int4", "int4-g32", "int8", "k8v4")
+    presets = ("int4-token", "int4-g32", "int8", "k8v4")
     alone = [run_preflight(model, name) for name in presets]
     costs = {(i, name): each.layers[i].kld for name, each in zip(presets, alone, strict=True) for i in range(3)}
     sums = {
@@ -109,7 +109,7 @@ def test_all_presets_are_tried_by_default() -> None:
     assert result.config == KVQuantConfig.from_preset("none") and result.bits == 32
     costs = dict(result.layers[0].tried)
     assert set(costs) == set(check.PRESETS) - {"none"}
-    assert costs["int2"] > costs["int4"] > costs["int8"]
+    assert costs["int2"] > costs["int4-token"] > costs["int8"]
 
 
 def test_the_smallest_budget_is_named_and_works() -> None:
@@ -118,12 +118,14 @@ def test_the_smallest_budget_is_named_and_works() -> None:
     for bits in (4.666, 1e-3):
         with pytest.raises(
             ValueError,
-            match=r"^for_model: `bits` must be from 4\.6667 to 32 for this model with `presets` \['int8', 'int4'\], "
-            r"got [0-9.]+\. Allow more bits\.$",
+            match=r"^for_model: `bits` must be from 4\.6667 to 32 for this model with `presets` "
+            r"\['int8', 'int4-token'\], got [0-9.]+\. Allow more bits\.$",
         ):
-            KVQuantConfig.for_model(model, presets=["int8", "int4"], bits=bits)
+            KVQuantConfig.for_model(model, presets=["int8", "int4-token"], bits=bits)
     for bits in (4.6667, 4 + 32 / 48):
-        assert KVQuantConfig.for_model(model, presets=["int8", "int4"], bits=bits) == KVQuantConfig.from_preset("int4")
+        assert KVQuantConfig.for_model(model, presets=["int8", "int4-token"], bits=bits) == KVQuantConfig.from_preset(
+            "int4-token"
+        )
 
 
 @pytest.mark.parametrize("bits, remedy", [(2.4, "Allow more bits"), (16.1, "Name fewer than the unquantised cache ta")])
@@ -168,10 +170,10 @@ def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.
 
     monkeypatch.setattr(check, "Meter", Meter)
     monkeypatch.setattr(check._Check, "size", size)
-    result = run_preflight(build(), presets=["int8", "int4"], bits=4.5)
-    assert [layer.name for layer in result.layers] == ["int4", "int8"]
+    result = run_preflight(build(), presets=["int8", "int4-token"], bits=4.5)
+    assert [layer.name for layer in result.layers] == ["int4-token", "int8"]
     assert result.bits == pytest.approx((10 * 4 + 8) / 11) and result.kld == 0.02
-    windowed = KVQuantConfig.from_preset("int4", sink_length=4, residual_length=8)
+    windowed = KVQuantConfig.from_preset("int4-token", sink_length=4, residual_length=8)
     rungs = {"windowed": windowed, "int8": KVQuantConfig.from_preset("int8")}
     monkeypatch.setattr(check, "_checked", lambda *arguments: rungs)
     config = run_preflight(build(), bits=4.5).config
@@ -180,10 +182,10 @@ def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.
 
 def test_dense_windows_are_measured_on_longer_text() -> None:
     model = build(max_position_embeddings=512)
-    windowed = run_preflight(model, {"preset": "int4", "residual_length": 128})
-    assert windowed.num_tokens == 511 and run_preflight(model, "int4").num_tokens == divergence.NUM_WINDOWS * 255
+    windowed = run_preflight(model, {"preset": "int4-token", "residual_length": 128})
+    assert windowed.num_tokens == 511 and run_preflight(model, "int4-token").num_tokens == divergence.NUM_WINDOWS * 255
     texts: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()]}
-    assert 511 <= run_preflight(model, {"preset": "int4", "residual_length": 128}, **texts).num_tokens <= 1024
+    assert 511 <= run_preflight(model, {"preset": "int4-token", "residual_length": 128}, **texts).num_tokens <= 1024
 
 
 def test_dense_windows_need_texts_that_read_the_codes_behind_them() -> None:
@@ -201,18 +203,18 @@ def test_a_budget_that_corrupts_the_output_is_refused() -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight *= 50
     with pytest.raises(PreflightError) as caught:
-        KVQuantConfig.for_model(model, presets=["int4", "int8"], bits=4.7)
+        KVQuantConfig.for_model(model, presets=["int4-token", "int8"], bits=4.7)
     assert str(caught.value).startswith("for_model: `bits` must keep the KL divergence of layer 0 within 0.03 nats")
     assert "Allow more bits. force=True accepts it anyway." in str(caught.value)
-    config = KVQuantConfig.for_model(model, presets=["int4", "int8"], bits=4.7, force=True)
-    assert config == KVQuantConfig.from_preset("int4")
+    config = KVQuantConfig.for_model(model, presets=["int4-token", "int8"], bits=4.7, force=True)
+    assert config == KVQuantConfig.from_preset("int4-token")
 
 
 def test_presets_that_cannot_be_measured_are_not_picked() -> None:
     model = build(max_position_embeddings=512)
     texts = [text()[start : start + 100] for start in range(0, 1000, 100)]
     options: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": texts, "bits": 4.7}
-    assert run_preflight(model, presets=["int4-channel", "int4"], **options).spelled() == "'int4'"
+    assert run_preflight(model, presets=["int4-channel", "int4-token"], **options).spelled() == "'int4-token'"
     with pytest.raises(ValueError) as caught:
         run_preflight(model, presets=["int4-channel"], **options)
     assert str(caught.value) == (
@@ -237,9 +239,9 @@ def test_layers_with_other_caches_do_not_count() -> None:
         ({"bits": math.inf}, ValueError, r"`bits` must be positive and finite, got inf\."),
         ({"bits": math.nan}, ValueError, r"`bits` must be positive and finite, got nan\."),
         (
-            {"bits": 4, "preset_or_config": "int4"},
+            {"bits": 4, "preset_or_config": "int4-token"},
             ValueError,
-            r"`bits` must be left out with `preset_or_config`, got 4 with 'int4'\. A config already sets every layer: ",
+            r"`bits` must be left out with `preset_or_config`, got 4 with 'int4-token'\. A config already sets every ",
         ),
         (
             {"bits": 4.5, "measure": False},

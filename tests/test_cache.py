@@ -81,7 +81,7 @@ def check_same_tokens(cache: KVQuantCache, expected: Cache, what: str) -> None:
 
 
 kinds = pytest.mark.parametrize("kind", ["growing", "static"])
-WINDOWED = {"preset": "int4", "sink_length": 2, "residual_length": 4}
+WINDOWED = {"preset": "int4-token", "sink_length": 2, "residual_length": 4}
 presets = pytest.mark.parametrize("preset", [*PRESETS, WINDOWED], ids=[*PRESETS, "windowed"])
 
 # --- what a cache is --------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_the_first_chunk_comes_back_and_handles_follow(preset: str, kind: str) -
 
 @pytest.mark.parametrize("kind", ["growing", "static"])
 def test_a_layer_knows_the_dtype_and_the_device_of_its_keys(kind: str) -> None:
-    cache = make("int4", kind)
+    cache = make("int4-token", kind)
     for name in ("dtype", "device"):
         with pytest.raises(AttributeError, match=f"{name} is known after the first update"):
             getattr(cache.layers[0], name)
@@ -168,7 +168,7 @@ def test_keys_are_not_assigned() -> None:
     """Edits of what a layer dequantises are lost; where that can be noticed, it raises."""
     for layer_type in ("full_attention", "sliding_attention"):
         config = AutoConfig.for_model("mistral", sliding_window=8, layer_types=[layer_type] * 2, **models.COMMON)
-        cache = give(KVQuantCache(config, "int4"), chunks_of(6, 1))
+        cache = give(KVQuantCache(config, "int4-token"), chunks_of(6, 1))
         layer: Any = cache.layers[0]
         before = layer.keys.clone()
         layer.keys[:, :, :2] = 0
@@ -180,7 +180,7 @@ def test_keys_are_not_assigned() -> None:
 
 
 def test_overrides_by_layer() -> None:
-    cache = KVQuantCache(CONFIG, {"preset": "int4", "layers": {"1": {"preset": "none", "value": "fp8"}}})
+    cache = KVQuantCache(CONFIG, {"preset": "int4-token", "layers": {"1": {"preset": "none", "value": "fp8"}}})
     assert [layer.storage.formats.describe() for layer in cache.layers] == [
         "key int4-head-asymmetric-clip0.9375, value int4-head-asymmetric",
         "key none, value fp8-head-symmetric",
@@ -272,7 +272,7 @@ def test_buffers_grow_one_layer_after_the_other(preset: str) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [None, 50])
-@pytest.mark.parametrize("preset", ["int8", "int4", {"preset": "int4", "static": True}], ids=str)
+@pytest.mark.parametrize("preset", ["int8", "int4-token", {"preset": "int4-token", "static": True}], ids=str)
 def test_a_prefill_takes_less_than_one_that_is_not_quantised(preset: Any, chunk_size: int | None) -> None:
     model = models.build("llama", num_hidden_layers=6, max_position_embeddings=512)
     inputs = {"input_ids": torch.randint(3, 90, (2, 256))}
@@ -316,7 +316,7 @@ def test_operations(operation: str, preset: str, kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("preset", ["none", "int4"])
+@pytest.mark.parametrize("preset", ["none", "int4-token"])
 def test_crop_at_every_length(preset: str, kind: str) -> None:
     for length in (1, 2, 63, 64, 65, 66):
         for removed in {1, 2, 63, length - 1, length} & set(range(1, length + 1)):
@@ -392,7 +392,7 @@ def test_a_growing_cache_takes_another_batch_after_a_reset() -> None:
 
 @kinds
 def test_offload_and_prefetch(kind: str) -> None:
-    cache, expected = make("int4", kind), ReferenceCache(CONFIG, "int4")
+    cache, expected = make("int4-token", kind), ReferenceCache(CONFIG, "int4-token")
     for layer in cache.layers:  # before the first tokens there is nothing to move
         layer.offload()
         layer.prefetch()
@@ -416,7 +416,7 @@ def test_padding_is_where_the_tokens_of_a_layer_are() -> None:
 
 
 @kinds
-@pytest.mark.parametrize("preset", ["none", "int4"])
+@pytest.mark.parametrize("preset", ["none", "int4-token"])
 def test_early_initialization(preset: str, kind: str) -> None:
     cache, expected = make(preset, kind), ReferenceCache(CONFIG, preset)
     cache.early_initialization(BATCH, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
@@ -461,7 +461,7 @@ def test_a_copy_in_the_middle_of_a_generation_goes_on_alike(copier: Any, preset:
 
 
 def test_a_copy_writes_pending_tokens_first() -> None:
-    cache, expected = make("int4", "growing"), ReferenceCache(CONFIG, "int4")
+    cache, expected = make("int4-token", "growing"), ReferenceCache(CONFIG, "int4-token")
     chunks = chunks_of(4, 2)
     give(cache, chunks), give(expected, chunks)
     assert cache.storages[0].writer.pending is not None
@@ -525,7 +525,7 @@ def test_a_full_cache_in_generate() -> None:
     ids=["batch", "heads", "dtype"],
 )
 def test_misfits_change_nothing(tokens: tuple[Tensor, ...], message: str) -> None:
-    cache = give(make("int4", "growing"), chunks_of(4))
+    cache = give(make("int4-token", "growing"), chunks_of(4))
     before = frozen(cache)
     with pytest.raises(ValueError, match=re.escape(message)):
         cache.update(*tokens, 0)
@@ -628,17 +628,17 @@ def test_refuses(name: str) -> None:
         KVQuantCache(config(), quant_config, **options)
 
 
-@pytest.mark.parametrize("config", [models.llama(), "int4", None], ids=["model", "preset", "None"])
+@pytest.mark.parametrize("config", [models.llama(), "int4-token", None], ids=["model", "preset", "None"])
 def test_a_cache_is_made_from_the_config_of_a_model(config: Any) -> None:
     with pytest.raises(TypeError) as raised:
-        KVQuantCache(config, "int4")
+        KVQuantCache(config, "int4-token")
     name = type(config).__name__
     assert str(raised.value) == f"KVQuantCache: `config` must be the config of a model, got {name}. Pass model.config."
 
 
 def test_key_transforms_come_by_layer() -> None:
     with pytest.raises(TypeError) as raised:
-        KVQuantCache(CONFIG, "int4", key_transforms=[None])  # type: ignore[arg-type]
+        KVQuantCache(CONFIG, "int4-token", key_transforms=[None])  # type: ignore[arg-type]
     assert str(raised.value) == (
         "KVQuantCache: `key_transforms` must map layer indices to KeyTransforms, got list. "
         "hf_kvquant.key_transforms returns those of a model."
@@ -753,7 +753,7 @@ def test_a_model_whose_layers_are_all_left_out_is_not_quantised(caplog: pytest.L
     model, inputs = models.build("mistral", sliding_window=4), left_padded()
     expected = greedy(model, inputs)
     _log_nothing_to_quantize.cache_clear()
-    with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int4", "sliding": False}):
+    with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int4-token", "sliding": False}):
         output = greedy(model, inputs)
     compare.assert_same(logits(output), logits(expected), "logits")
     assert [record.message for record in caplog.records if record.name == "hf_kvquant.cache.cache"] == [
@@ -852,7 +852,7 @@ def test_settings_for_layers_that_are_not_quantised_are_refused(
     if "reads" in message and count_layers(text_config) == 2:
         pytest.skip("this version of transformers has no cache layers for them")
     with pytest.raises(ValueError) as raised:
-        KVQuantCache(text_config, {"preset": "int4", **config})
+        KVQuantCache(text_config, {"preset": "int4-token", **config})
     expected = f"KVQuantCache: `layers` must name layers whose cache is quantised, which are {message} Leave it out."
     assert str(raised.value) == expected
 
@@ -861,7 +861,7 @@ def test_settings_for_layers_that_are_not_quantised_are_refused(
 def test_a_model_without_a_cache_of_its_own_is_refused() -> None:
     """Its layers all attend to the model that it assists."""
     with pytest.raises(NotImplementedError) as raised:
-        KVQuantCache(AutoConfig.for_model("gemma4_unified_assistant"), "int4")
+        KVQuantCache(AutoConfig.for_model("gemma4_unified_assistant"), "int4-token")
     assert str(raised.value) == (
         "KVQuantCache: gemma4_unified_text attends to the cache of another model in every layer, and has none of its "
         "own. Leave the model unpatched."

@@ -32,10 +32,10 @@ from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 TENSOR = {"storage": "int8", "granularity": "tensor"}
 CONFIGS: dict[str, Any] = {
     **{preset: preset for preset in PRESETS},
-    "windows": {"preset": "int4", "sink_length": 2, "residual_length": 4},
+    "windows": {"preset": "int4-token", "sink_length": 2, "residual_length": 4},
     "channel-windows": {"preset": "int4-channel", "sink_length": 3, "residual_length": 9},
     "tensor": {"key": TENSOR, "value": TENSOR},
-    "layers": {"preset": "int4", "layers": {"1": {"preset": "none", "value": "fp8"}}},
+    "layers": {"preset": "int4-token", "layers": {"1": {"preset": "none", "value": "fp8"}}},
 }
 Change = Callable[[dict[str, Tensor], dict[str, Any], dict[str, str]], None]
 
@@ -74,7 +74,7 @@ def planes_of(storage: Any) -> list[Tensor]:
     return [tensor for planes in held_planes(storage) for tensor in planes.tensors()]
 
 
-def saved(path: Path, config: Any = "int4", tokens: int = 9, model: Any = None) -> Path:
+def saved(path: Path, config: Any = "int4-token", tokens: int = 9, model: Any = None) -> Path:
     model = small_model() if model is None else model
     cache_of(first_turn(model, config, tokens)).save(path, model)
     return path
@@ -162,7 +162,7 @@ def test_a_fresh_process_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_transforms_that_were_given_come_back(tmp_path: Path) -> None:
     model = small_model()
     given = {1: KeyTransform(torch.randn(2, 64), torch.rand(2, 64) + 0.5, is_rotated=True)}
-    cache = KVQuantCache(model.config, "int4", key_transforms=given)
+    cache = KVQuantCache(model.config, "int4-token", key_transforms=given)
     greedy(model, left_padded(), 4, **with_cache(cache))
     cache.save(tmp_path / "cache", model)
     loaded = KVQuantCache.load(tmp_path / "cache", model)
@@ -206,7 +206,7 @@ def test_a_device_without_memory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 def test_a_captured_cache_goes_on_to_the_bit(tmp_path: Path) -> None:
     model = models.on("cuda", models.llama(torch.bfloat16, max_position_embeddings=512))
-    config = {"preset": "int4", "capture": True, "max_cache_len": 200}
+    config = {"preset": "int4-token", "capture": True, "max_cache_len": 200}
     with patched(model, config):
         inputs = left_padded()
         first = greedy(model, inputs, 4, output_logits=False)
@@ -382,7 +382,7 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
         KVQuantCache.load(path, small_model(), "int8")
     with pytest.raises(ValueError, match="unknown key"):
         KVQuantCache.load(path, small_model(), {"nbit": 4})
-    assert KVQuantCache.load(path, small_model(), "int4").quant_config == KVQuantConfig.from_preset("int4")
+    assert KVQuantCache.load(path, small_model(), "int4-token").quant_config == KVQuantConfig.from_preset("int4-token")
 
 
 def of_facts(*keys: str, to: Any) -> Change:
@@ -474,7 +474,7 @@ def test_messages_do_not_repeat_a_file(tmp_path: Path) -> None:
 def test_tampered_transforms_are_refused(name: str, to: float, tmp_path: Path) -> None:
     model = small_model()
     given = {index: KeyTransform(torch.ones(2, 64), torch.ones(2, 64)) for index in range(2)}
-    cache = KVQuantCache(model.config, "int4", key_transforms=given)
+    cache = KVQuantCache(model.config, "int4-token", key_transforms=given)
     greedy(model, left_padded(), 2, **with_cache(cache))
     cache.save(tmp_path / "cache", model)
     refused(rewritten(tmp_path / "cache", of_tensor(f"layers.1.{name}", lambda x: x * to)), f"damaged .*`{name}` must")

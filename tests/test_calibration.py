@@ -44,7 +44,7 @@ from hf_kvquant.transforms import of_model
 from hf_kvquant.upstream.releases import with_cache
 
 
-def planes(model: Any, preset: Any = "int4") -> list[Tensor]:
+def planes(model: Any, preset: Any = "int4-token") -> list[Tensor]:
     """Everything that a quantised cache of a model holds of a text."""
     cache = KVQuantCache(model.config, preset, key_transforms=key_transforms(model, preset))
     with hf_kvquant.patched(model, preset), torch.no_grad():
@@ -63,10 +63,10 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 # What calibration finds in place: without it, outliers would be smoothed by what random tokens show (`balancing.py`).
-PLAIN = {"preset": "int4", "transforms": ["center", "rotate"]}
+PLAIN = {"preset": "int4-token", "transforms": ["center", "rotate"]}
 
 
-def divergence(model: Any, preset: Any = "int4") -> float:
+def divergence(model: Any, preset: Any = "int4-token") -> float:
     """Mean KL divergence from the unquantised cache."""
     ids = models.tokenizer()(OTHER, return_tensors="pt").input_ids
     return float(compare(model, ids, {"it": preset}, chunk_size=8)[0]["it"].kld.mean())
@@ -87,7 +87,7 @@ def test_centres_and_factors_come_in_one_go() -> None:
         assert torch.equal(centers[layer.layer_idx], layer.center / layer.factor)
     # Folded factors are nobody else's.
     assert of_model.transforms_of(model).smoothing == {}
-    assert {transform.describe() for transform in key_transforms(model, "int4").values()} == {"center+rotate"}
+    assert {transform.describe() for transform in key_transforms(model, "int4-token").values()} == {"center+rotate"}
     assert divergence(model) < 0.6 * before
     unsmooth(model)
     assert divergence(model, PLAIN) == before
@@ -102,35 +102,35 @@ def test_either_can_be_left_out() -> None:
     assert result.centers().keys() == {0, 1} and result.num_smoothed == 0
     assert "No factors were calibrated." in result.report()
     for index, center in result.centers().items():
-        assert torch.equal(key_transforms(model, "int4")[index].center, center)  # type: ignore[arg-type]
+        assert torch.equal(key_transforms(model, "int4-token")[index].center, center)  # type: ignore[arg-type]
     assert smoothing.CONFIG_KEY not in model.config.to_dict()
     unsmooth(model)
     assert_untouched(model, weights)
 
-    of_bias = {index: transform.center for index, transform in key_transforms(model, "int4").items()}
+    of_bias = {index: transform.center for index, transform in key_transforms(model, "int4-token").items()}
     result = smooth(model, centers=False)
     assert result.centers() == {} and result.num_smoothed == 2
     # The biases are divided, and so are centres, which are those of the biases still.
-    for index, transform in key_transforms(model, "int4").items():
+    for index, transform in key_transforms(model, "int4-token").items():
         torch.testing.assert_close(transform.center, of_bias[index] / result.factors()[index])
     with pytest.raises(ValueError, match="`centers` or `factors` must be True, got neither"):
         smooth(build("llama"), centers=False, factors=False)
 
 
 def test_layers_get_what_their_transforms_name() -> None:
-    config = {"preset": "int4", "layers": {0: {"preset": "int4", "transforms": ["center"]}}}
+    config = {"preset": "int4-token", "layers": {0: {"preset": "int4-token", "transforms": ["center"]}}}
     result = smooth(with_outliers("qwen2"), config)
     first, second = result.layers
     assert (first.placement, second.placement) == ("none", "weights")
     assert first.center is not None and second.center is not None
-    config = {"preset": "int4", "layers": {0: {"preset": "int4", "transforms": ["rotate"]}}}
+    config = {"preset": "int4-token", "layers": {0: {"preset": "int4-token", "transforms": ["rotate"]}}}
     result = smooth(with_outliers("qwen2"), config)
     assert [layer.layer_idx for layer in result.layers] == [1]
     assert result.left_out == {0: "its transforms are ['rotate'], which need no calibration"}
     # A model whose weights would be refused is none where no factors are asked for.
     model = build("llama")
     model.model.layers[0].self_attn.k_proj = EightBits(model.model.layers[0].self_attn.k_proj)
-    result = smooth(model, {"preset": "int4", "transforms": ["center", "rotate"]})
+    result = smooth(model, {"preset": "int4-token", "transforms": ["center", "rotate"]})
     assert [layer.placement for layer in result.layers] == ["none", "none"] and result.centers()
 
 
@@ -155,7 +155,7 @@ def test_given_centres_are_divided_and_multiplied_with_the_keys() -> None:
 def test_a_centre_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen2")
     inject_key_bias(model, 100.0)
-    of_bias = {index: transform.center for index, transform in key_transforms(model, "int4").items()}
+    of_bias = {index: transform.center for index, transform in key_transforms(model, "int4-token").items()}
     collect = search.collect
 
     def wrong(*args: Any) -> Any:
@@ -216,7 +216,7 @@ def test_channel_scales_need_windows_of_a_block() -> None:
 # --- factors that caches apply ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["int4", "int8"])
+@pytest.mark.parametrize("preset", ["int4-token", "int8"])
 def test_caches_hold_the_same_whoever_applies_the_factors(preset: str) -> None:
     folded = with_outliers("qwen2")
     result = smooth(folded, preset)
@@ -243,7 +243,9 @@ def test_online_factors_change_no_weight() -> None:
     assert smoothing.is_smoothed(model)
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name])
-    assert {transform.describe() for transform in key_transforms(model, "int4").values()} == {"center+smooth+rotate"}
+    assert {transform.describe() for transform in key_transforms(model, "int4-token").values()} == {
+        "center+smooth+rotate"
+    }
     assert divergence(model) < 0.6 * diverged
     for wanted in ({}, {"mode": "online"}):
         with pytest.raises(ValueError, match="must not be smoothed already, got one that is"):
@@ -431,7 +433,7 @@ def test_a_folded_checkpoint_without_its_centres_still_has_those_of_its_biases(t
     smooth(model).save(tmp_path / "factors")
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert {transform.describe() for transform in key_transforms(loaded, "int4").values()} == {"center+rotate"}
+    assert {transform.describe() for transform in key_transforms(loaded, "int4-token").values()} == {"center+rotate"}
     of_bias = planes(loaded)
     load_smoothing(loaded, tmp_path / "factors")
     assert same(planes(loaded), planes(model)) and not same(planes(loaded), of_bias)

@@ -38,7 +38,7 @@ from hf_kvquant.graphs.capture import StepRunner
 from hf_kvquant.state import Captures, notes_on
 from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
-INT4 = {"preset": "int4"}
+INT4 = {"preset": "int4-token"}
 NEW_TOKENS = 9
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -175,7 +175,7 @@ def test_families(family: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [8, 252], ids=["short", "round_the_end"])
-@pytest.mark.parametrize("family, preset", [("gemma2", "int4"), ("gpt_oss", "int4-channel"), ("mistral", "none")])
+@pytest.mark.parametrize("family, preset", [("gemma2", "int4-token"), ("gpt_oss", "int4-channel"), ("mistral", "none")])
 def test_sliding_windows(family: str, preset: str, tokens: int, device: str) -> None:
     options = {**models.FAMILIES[family].options, "max_position_embeddings": 512, "sliding_window": 6}
     model = models.on(device, models.build(models.FAMILIES[family].model_type, **options))
@@ -252,11 +252,11 @@ def ends(model: Any, steps: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [(0, 0, 0), (1, 1, 1), (2, 5, 3), (4, 8, 6), (3,)], ids=str)
-@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int4-token", "int4-channel"])
 def test_rows_that_end_at_different_steps(model: Any, preset: str, steps: tuple[int, ...]) -> None:
     """Steps behind the stop leave no trace in tokens, cache and random numbers."""
     options = {"eos_token_id": ends(model, steps), "pad_token_id": PAD, "return_dict_in_generate": True}
-    config = {"preset": preset, "residual_length": 4 if preset == "int4" else 0}
+    config = {"preset": preset, "residual_length": 4 if preset == "int4-token" else 0}
     outputs = []
     for capture_option in ({}, {"capture": True}):
         output = generated(model, {**config, **capture_option}, max_new_tokens=20, **options)
@@ -439,7 +439,7 @@ def test_masks_with_holes(model: Any, prefill_chunk_size: int | None, monkeypatc
         {"use_cache": False},
         {"disable_compile": True},
         {"cache_implementation": "dynamic"},
-        {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}},
+        {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4-token"}},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -708,7 +708,7 @@ def test_capture_without_the_patch(model: Any) -> None:
     )
     flag = {
         "cache_implementation": "quantized",
-        "cache_config": {"backend": "hf_kvquant", "preset": "int4", "capture": True},
+        "cache_config": {"backend": "hf_kvquant", "preset": "int4-token", "capture": True},
     }
     cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=40)
     with patched(model, INT4):

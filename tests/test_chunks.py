@@ -82,7 +82,7 @@ def test_chunks_match_the_reference(engine: str, formats: tuple[KVFormat, KVForm
         run_decode(engine, case, sliding_window=window, num_splits=(0, 1, 3)[i % 3], **extras_for(case, name))
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel"])
 def test_wide_heads(engine: str, preset: str) -> None:
     case = Case(PRESETS[preset], 256, torch.bfloat16, 2, 64, (300, 64), None, 1, capacity=384)
     run_decode(engine, case)
@@ -90,14 +90,14 @@ def test_wide_heads(engine: str, preset: str) -> None:
     run_decode(engine, case, num_splits=2)
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-g32", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-g32", "int4-channel"])
 def test_value_heads_may_be_narrower(engine: str, preset: str) -> None:
     for head_dim, value_dim in ((128, 64), (64, 32), (192, 128)):
         case = Case(PRESETS[preset], head_dim, torch.bfloat16, 4, 40, (300, 64), None, 1, value_dim, capacity=384)
         run_decode(engine, case)
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", "fp8"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel", "fp8"])
 def test_dense_windows_and_transforms(engine: str, preset: str) -> None:
     """Tokens of the tail have keys in the model's basis, and are in tiles together with codes."""
     for i, (sink_length, residual_length) in enumerate([(0, 0), (4, 0), (0, 32), (3, 150)]):
@@ -134,7 +134,7 @@ def test_sizes_beyond_float16(engine: str, preset: str) -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-g32", "fp8"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-g32", "fp8"])
 def test_bad_tokens_stay_with_those_who_see_them(engine: str, preset: str, side: int) -> None:
     """A key or value that is NaN makes the outputs of its own and later tokens NaN, and changes no others."""
     case = Case(PRESETS[preset], 64, torch.bfloat16, 4, 40, (300, 200), None, 1, capacity=384)

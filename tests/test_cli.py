@@ -50,7 +50,7 @@ def test_generate_compares_three_presets(folder: str, capsys: pytest.CaptureFixt
     assert code == 0 and error == ""
     assert output.count("Once upon") == output.count("a time") == 1
     table = rows(output)
-    assert list(table) == ["none", "int8", "int4"]
+    assert list(table) == ["none", "int8", "int4-token"]
     # 2 layers, keys and values, 2 heads of 64 channels: 2 bytes each; or codes, and a scale (int4: and a zero) a head.
     assert [table[name][0] for name in table] == ["1,024", "528", "288"]
     # Less than 64 tokens, the least that is allocated.
@@ -83,12 +83,12 @@ def test_one_new_token_has_nothing_to_compare(folder: str, capsys: pytest.Captur
 
 def test_windows_of_everything_lose_nothing(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--dtype", "float32", "--max-new-tokens", "9", "--no-stream", "--sink-length", "2")
-    presets = ("--preset", "none", "--preset", "int4", "--residual-length", "60")
+    presets = ("--preset", "none", "--preset", "int4-token", "--residual-length", "60")
     _, output, _ = run(capsys, "generate", folder, "--prompt", "Once", *options, *presets)
     assert "sink_length 2, residual_length 60" in " ".join(output.split())
     # 62 rows of 2 heads of 64 channels, 4 bytes each, for keys and values of 2 layers, beside the codes.
-    assert rows(output)["int4"][:2] == ["288", f"{18 + 2 * 62:,} KiB"]
-    assert float(rows(output)["int4"][4]) < 1e-6
+    assert rows(output)["int4-token"][:2] == ["288", f"{18 + 2 * 62:,} KiB"]
+    assert float(rows(output)["int4-token"][4]) < 1e-6
 
 
 def test_generate_streams_what_generate_writes(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -372,10 +372,10 @@ def test_generate_takes_what_calibrate_left(
     calibrated = str(tmp_path / "calibrated")
     run(capsys, "calibrate", folder, "--text-file", text_file, "--output", calibrated, "--mode", "online")
     given = load(calibrated, "auto", torch.device("cpu"))[0]
-    assert {x.describe() for x in hf_kvquant.key_transforms(given, "int4").values()} == {"rotate"}
+    assert {x.describe() for x in hf_kvquant.key_transforms(given, "int4-token").values()} == {"rotate"}
     load_calibration(given, calibrated)
-    assert any(x.center is not None for x in hf_kvquant.key_transforms(given, "int4").values())
-    arguments = ["generate", calibrated, "--prompt", "Once", "--preset", "int4", "--max-new-tokens", "2"]
+    assert any(x.center is not None for x in hf_kvquant.key_transforms(given, "int4-token").values())
+    arguments = ["generate", calibrated, "--prompt", "Once", "--preset", "int4-token", "--max-new-tokens", "2"]
     code, _, error = run(capsys, *arguments)
     assert code == 0 and error == ""
     (tmp_path / "calibrated" / "kvquant_smoothing.safetensors").write_bytes(b"nothing")

@@ -110,7 +110,7 @@ def test_generate_compiles_one_graph(preset: str) -> None:
 
 
 def test_without_padding() -> None:
-    config, inputs = {"preset": "int4", "max_cache_len": 32}, left_padded(pads=(0,))
+    config, inputs = {"preset": "int4-token", "max_cache_len": 32}, left_padded(pads=(0,))
     check_same_generation(models.build("llama"), config, compiled_for("eager"), inputs=inputs)
     check_one_graph()
 
@@ -118,7 +118,7 @@ def test_without_padding() -> None:
 def test_transforms_with_numbers_compile_one_graph() -> None:
     model = models.build("qwen2")
     of_model.set_smoothing(model, {index: torch.full((2, models.HEAD_DIM), 2.0) for index in range(2)})
-    output = check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("aot_eager"))
+    output = check_same_generation(model, {"preset": "int4-token", "max_cache_len": 32}, compiled_for("aot_eager"))
     transforms = [storage.key_transform.describe() for storage in cache_of(output).storages]
     assert transforms == ["center+smooth+rotate"] * 2
     check_one_graph()
@@ -131,14 +131,14 @@ def test_softcaps_sinks_and_shared_keys_compile_one_graph(family: str) -> None:
     if family == "gemma3n_text":
         options |= {"num_hidden_layers": 2, "num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.0] * 2}
     model = models.build(FAMILIES[family].model_type, **options)
-    check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"), new_tokens=4)
+    check_same_generation(model, {"preset": "int4-token", "max_cache_len": 32}, compiled_for("eager"), new_tokens=4)
     check_one_graph()
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "zamba2"])
 def test_states_beside_keys_and_values_compile_one_graph(family: str) -> None:
     model = models.build(FAMILIES[family].model_type, **FAMILIES[family].options)
-    check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"), new_tokens=4)
+    check_same_generation(model, {"preset": "int4-token", "max_cache_len": 32}, compiled_for("eager"), new_tokens=4)
     check_one_graph()
 
 
@@ -148,16 +148,16 @@ def test_sliding_layers_of_transformers_break_no_graph() -> None:
     with torch._dynamo.config.patch(error_on_recompile=False):
         compiled = compiled_for("eager")
         compiled["compile_config"].dynamic = None
-        check_same_generation(model, {"preset": "int4", "max_cache_len": 32, "sliding": False}, compiled)
+        check_same_generation(model, {"preset": "int4-token", "max_cache_len": 32, "sliding": False}, compiled)
     assert not counters["graph_break"]
 
 
 @pytest.mark.full(
-    when=lambda family, preset, tokens: preset != "int4" and (family, tokens) != ("gemma2", 250),
+    when=lambda family, preset, tokens: preset != "int4-token" and (family, tokens) != ("gemma2", 250),
     reason="each is compiled anew; families and lengths meet every preset outside of compiled steps too",
 )
 @pytest.mark.parametrize("tokens", [8, 250], ids=["short", "round_the_end"])
-@pytest.mark.parametrize("preset", ["none", "int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["none", "int4-token", "int4-channel"])
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_sliding_windows_compile_one_graph(family: str, preset: str, tokens: int) -> None:
     model = models.build(family, **{**FAMILIES[family].options, "max_position_embeddings": 512})
@@ -176,13 +176,13 @@ def test_sliding_windows_compile_through_the_ops(backend: str, device: str) -> N
     model, compiled = models.on(device, models.build("gemma2", **FAMILIES["gemma2"].options)), compiled_for(backend)
     if backend == "inductor":
         compiled["compile_config"].mode = "reduce-overhead"
-    check_same_generation(model, {"preset": "int4", "max_cache_len": 400}, compiled)
+    check_same_generation(model, {"preset": "int4-token", "max_cache_len": 400}, compiled)
     check_one_graph()
 
 
 def test_models_that_look_inside_compile_one_graph() -> None:
     model = models.build("jetmoe", **FAMILIES["jetmoe"].options)
-    check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"))
+    check_same_generation(model, {"preset": "int4-token", "max_cache_len": 32}, compiled_for("eager"))
     check_one_graph()
 
 
@@ -197,7 +197,7 @@ def test_models_that_compute_attention_by_themselves_compile_one_graph(family: s
     model = models.build(FAMILIES[family].model_type, **FAMILIES[family].options)
     if family == "bloom" and not hasattr(model, "create_masks_for_generate"):
         pytest.skip("this version of transformers has no static caches for BLOOM but its own")
-    output = check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"))
+    output = check_same_generation(model, {"preset": "int4-token", "max_cache_len": 32}, compiled_for("eager"))
     assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
     check_one_graph()
 
@@ -214,7 +214,7 @@ def test_backends_that_trace_through_the_ops(backend: str, device: str) -> None:
     model, compiled = models.on(device, models.build("llama", num_hidden_layers=1)), compiled_for(backend)
     if (backend, device) == ("inductor", "cuda"):
         compiled["compile_config"].mode = "reduce-overhead"
-    check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled)
+    check_same_generation(model, {"preset": "int4-token", "max_cache_len": 32}, compiled)
     check_one_graph()
 
 
@@ -226,7 +226,7 @@ def test_backends_that_trace_through_the_ops(backend: str, device: str) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"preset": "int4", "max_cache_len": 32},
+        {"preset": "int4-token", "max_cache_len": 32},
         {"preset": "int8", "static": True},
         {"preset": "int4-channel", "static": True, "sink_length": 2},
     ],
@@ -252,7 +252,7 @@ def places(output: Any) -> list[int]:
 def test_calls_of_other_lengths_reuse_graph_and_buffers() -> None:
     """Within what the first call had room for: longer prompts, other padding, none, more tokens, sampling."""
     model, compiled = models.build("llama"), compiled_for("eager")
-    with patched(model, {"preset": "int4", "static": True}):
+    with patched(model, {"preset": "int4-token", "static": True}):
         first = places(greedy(model, left_padded(), **compiled))
         for pads, tokens, count in (((0, 4, 9), 20, 5), ((0, 0, 0), 9, 12), ((30, 1, 2), 60, 3)):
             inputs = left_padded(pads=pads, tokens=tokens)
@@ -275,8 +275,8 @@ def test_a_step_advances_one_length(num_layers: int) -> None:
         return graph.forward
 
     model = models.build("llama", num_hidden_layers=num_layers)
-    with patched(model, {"preset": "int4", "static": True}):
-        cache = KVQuantCache(model.config, "int4", max_cache_len=32)
+    with patched(model, {"preset": "int4-token", "static": True}):
+        cache = KVQuantCache(model.config, "int4-token", max_cache_len=32)
         step = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
         decode(step, model, cache, left_padded(), 3)
     assert writes == [["add_"]]
@@ -306,8 +306,8 @@ def decode(step: Any, model: Any, cache: KVQuantCache, inputs: dict[str, Tensor]
 
 def test_a_compiled_forward_serves_every_cache_of_one_shape() -> None:
     model, inputs = models.build("llama"), left_padded()
-    with patched(model, "int4"):
-        config = {"preset": "int4", "max_cache_len": 32}
+    with patched(model, "int4-token"):
+        config = {"preset": "int4-token", "max_cache_len": 32}
         expected = greedy(model, inputs, 8, **with_cache(KVQuantCache(model.config, config))).sequences[:, -8:]
         step = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
         caches = [KVQuantCache(model.config, config) for _ in range(3)]
@@ -362,7 +362,7 @@ def test_a_full_cache_in_a_compiled_loop_on_a_gpu() -> None:
 def test_the_host_reads_lengths_after_compiled_steps() -> None:
     """A compiled step advances the device's length only; cropping and looking ask for it again."""
     model, inputs = models.build("llama"), left_padded()
-    with patched(model, {"preset": "int4", "max_cache_len": 32}):
+    with patched(model, {"preset": "int4-token", "max_cache_len": 32}):
         cache = cache_of(greedy(model, inputs, **compiled_for("eager")))
         eager = cache_of(greedy(model, inputs))
     assert [storage.length for storage in cache.storages] == [14, 14]

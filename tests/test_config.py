@@ -28,9 +28,13 @@ EXAMPLES = {
     "default": {},
     "aliases": {"backend": "hf_kvquant", "nbits": 4, "q_group_size": 64, "residual_length": 128},
     "sides": {"key": "int8", "value": {"storage": "int4", "granularity": "group", "group_size": 16}},
-    "layers": {"preset": "int4", "layers": {3: "int8", 0: {"preset": "k8v4", "value": "none"}}},
+    "layers": {"preset": "int4-token", "layers": {3: "int8", 0: {"preset": "k8v4", "value": "none"}}},
     "static": {"preset": "fp8", "static": True},
-    "transforms": {"preset": "int4", "transforms": [], "layers": {2: {"preset": "int8", "transforms": ["rotate"]}}},
+    "transforms": {
+        "preset": "int4-token",
+        "transforms": [],
+        "layers": {2: {"preset": "int8", "transforms": ["rotate"]}},
+    },
     "max_cache_len": {"preset": "int4-g32", "max_cache_len": 4096},
 }
 
@@ -44,9 +48,10 @@ EXAMPLES = {
         ("none", NONE, NONE, (0, 0)),
         ("int8", INT8, INT8, (0, 0)),
         ("k8v4", INT8, INT4_VALUE, (0, 0)),
-        ("int4", INT4, INT4_VALUE, (0, 0)),
-        ("int4-g32", INT4_G32, INT4_G32, (0, 0)),
+        ("int4", INT4_CHANNEL, INT4_VALUE, (4, 28)),
         ("int4-channel", INT4_CHANNEL, INT4_VALUE, (0, 0)),
+        ("int4-token", INT4, INT4_VALUE, (0, 0)),
+        ("int4-g32", INT4_G32, INT4_G32, (0, 0)),
         ("k4v2", INT4, INT2_VALUE, (4, 128)),
         ("int2", INT2, INT2_VALUE, (4, 128)),
         ("fp8", FP8, FP8, (0, 0)),
@@ -61,7 +66,8 @@ def test_presets(preset: str, key: KVFormat, value: KVFormat, windows: tuple[int
 
 
 def test_presets_are_all_tested() -> None:
-    assert list(PRESETS) == ["none", "int8", "k8v4", "int4", "int4-g32", "int4-channel", "k4v2", "int2", "fp8"]
+    fours = ["int4", "int4-channel", "int4-token", "int4-g32"]
+    assert list(PRESETS) == ["none", "int8", "k8v4", *fours, "k4v2", "int2", "fp8"]
 
 
 @pytest.mark.parametrize(
@@ -71,12 +77,15 @@ def test_presets_are_all_tested() -> None:
         ({"preset": "int2", "sink_length": 0}, {0: (0, 128), 1: (0, 0), 2: (0, 128), 3: (2, 128)}),
         ({"preset": "int2", "residual_length": 0}, {0: (4, 0), 1: (0, 0), 2: (4, 0), 3: (2, 0)}),
         ({"preset": "int8"}, {0: (0, 0), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
+        ({"nbits": 4}, {0: (4, 28), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
+        ({"nbits": 2, "sink_length": 1}, {0: (1, 128), 1: (1, 0), 2: (1, 128), 3: (2, 128)}),
+        ({"nbits": 4, "q_group_size": 32}, {0: (0, 0), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
         ({"preset": "int8", "residual_length": 9}, {0: (0, 9), 1: (0, 9), 2: (4, 9), 3: (2, 9)}),
     ],
 )
 def test_windows_of_presets(data: dict[str, Any], windows: dict[int, tuple[int, int]]) -> None:
     """What is given for a layer goes before what is given for all, and this before a layer's preset."""
-    layers = {1: "int4", 2: "k4v2", 3: {"preset": "int2", "sink_length": 2}}
+    layers = {1: "int4-token", 2: "k4v2", 3: {"preset": "int2", "sink_length": 2}}
     config = KVQuantConfig.from_dict({**data, "layers": layers})
     formats = {index: config.formats(index) for index in windows}
     assert {i: (each.sink_length, each.residual_length) for i, each in formats.items()} == windows
@@ -91,16 +100,16 @@ def test_the_default_is_the_default_preset() -> None:
     ("data", "key", "value"),
     [
         ({"nbits": 8}, INT8, INT8),
-        ({"nbits": 4}, INT4, INT4_VALUE),
+        ({"nbits": 4, "sink_length": 0, "residual_length": 0}, INT4_CHANNEL, INT4_VALUE),
+        ({"nbits": 3}, *(KVFormat("int3", symmetric=False, clip_ratio=ratio) for ratio in (7 / 8, 1))),
         ({"nbits": None}, INT8, INT8),
         ({"nbits": 4, "q_group_size": 32}, INT4_G32, INT4_G32),
-        ({"nbits": 4, "residual_length": 0}, INT4, INT4_VALUE),
         ({"q_group_size": 64}, KVFormat("int8", "group", 64), KVFormat("int8", "group", 64)),
         ({"preset": "int4-g32", "q_group_size": None}, INT4_G32, INT4_G32),
         ({"preset": "k8v4", "q_group_size": 32}, KVFormat("int8", "group", 32), INT4_G32),
         ({"backend": "hf_kvquant"}, INT8, INT8),
         ({"value": "int4"}, INT8, INT4_VALUE),
-        ({"preset": "int4", "key": "fp8"}, FP8, INT4_VALUE),
+        ({"preset": "int4-token", "key": "fp8"}, FP8, INT4_VALUE),
         ({"key": FP8, "value": {"storage": "int4"}}, FP8, KVFormat("int4")),
         ({"layers": None}, INT8, INT8),
     ],
@@ -111,7 +120,7 @@ def test_spellings(data: dict[str, Any], key: KVFormat, value: KVFormat) -> None
 
 
 def test_layers() -> None:
-    config = KVQuantConfig.from_preset("int4", layers={"11": "int8", 2: {"value": "fp8"}, 0: {"preset": "none"}})
+    config = KVQuantConfig.from_preset("int4-token", layers={"11": "int8", 2: {"value": "fp8"}, 0: {"preset": "none"}})
     assert list(config.layers) == [0, 2, 11]
     assert config.formats(0) == LayerFormats(NONE, NONE)
     assert config.formats(1) == LayerFormats(INT4, INT4_VALUE)
@@ -130,18 +139,18 @@ def test_layers_may_be_layer_formats() -> None:
         ("none", ()),
         ("int8", TRANSFORMS),
         ("k8v4", TRANSFORMS),
-        ("int4", TRANSFORMS),
+        ("int4-token", TRANSFORMS),
         ("int4-g32", TRANSFORMS),
         ("int4-channel", ("smooth", "rotate")),
         ({"preset": "int4-channel", "key": "int4"}, TRANSFORMS),
         ("fp8", ()),
         ({}, TRANSFORMS),
-        ({"nbits": 4}, TRANSFORMS),
-        ({"preset": "int4", "key": "int8"}, TRANSFORMS),
-        ({"preset": "int4", "key": "none"}, ()),
+        ({"nbits": 4}, ("smooth", "rotate")),
+        ({"preset": "int4-token", "key": "int8"}, TRANSFORMS),
+        ({"preset": "int4-token", "key": "none"}, ()),
         ({"preset": "fp8", "key": "int4"}, TRANSFORMS),
-        ({"preset": "int4", "transforms": None}, TRANSFORMS),
-        ({"preset": "int4", "transforms": []}, ()),
+        ({"preset": "int4-token", "transforms": None}, TRANSFORMS),
+        ({"preset": "int4-token", "transforms": []}, ()),
         ({"preset": "fp8", "transforms": ("rotate", "center", "rotate")}, ("center", "rotate")),
         ({"nbits": 4, "q_group_size": 32, "transforms": ["smooth"]}, ("smooth",)),
     ],
@@ -154,8 +163,8 @@ def test_transforms(data: Any, transforms: tuple[str, ...]) -> None:
 
 
 def test_layers_have_transforms_of_their_own() -> None:
-    layers = {0: "int8", 1: {"preset": "int4", "transforms": ["rotate"]}, 2: LayerFormats(INT4, INT4, ())}
-    config = KVQuantConfig.from_preset("int4", transforms=["center"], layers=layers)
+    layers = {0: "int8", 1: {"preset": "int4-token", "transforms": ["rotate"]}, 2: LayerFormats(INT4, INT4, ())}
+    config = KVQuantConfig.from_preset("int4-token", transforms=["center"], layers=layers)
     assert [config.formats(index).transforms for index in range(4)] == [TRANSFORMS, ("rotate",), (), ("center",)]
 
 
@@ -167,11 +176,11 @@ def test_max_cache_len_implies_static() -> None:
 
 def test_capture_implies_static() -> None:
     assert KVQuantConfig(capture=True).static
-    assert KVQuantConfig.from_dict(KVQuantConfig.from_preset("int4", capture=True).to_dict()).capture
+    assert KVQuantConfig.from_dict(KVQuantConfig.from_preset("int4-token", capture=True).to_dict()).capture
 
 
 def test_resolve_passes_configs_through() -> None:
-    config = KVQuantConfig.from_preset("int4", static=True)
+    config = KVQuantConfig.from_preset("int4-token", static=True)
     assert KVQuantConfig.resolve(config) is config
 
 
@@ -347,7 +356,7 @@ PRESET_NAMES, STORAGES, NBITS = list(PRESETS), list(STORAGE_IDS), list(INTEGER_B
             "KVQuantConfig: `layers` must be keyed by layer indices from 0, got 1000000000.",
         ),
         (
-            {"layers": {0: "int8", "0": "int4"}},  # the first would be forgotten
+            {"layers": {0: "int8", "0": "int4-token"}},  # the first would be forgotten
             ValueError,
             "KVQuantConfig: `layers` must name a layer once, got [0, '0']. Keep one of 0 and '0'.",
         ),
@@ -379,7 +388,7 @@ PRESET_NAMES, STORAGES, NBITS = list(PRESETS), list(STORAGE_IDS), list(INTEGER_B
             "An empty list means none.",
         ),
         (
-            {"preset": "int4", "key": "none", "transforms": ["rotate"]},
+            {"preset": "int4-token", "key": "none", "transforms": ["rotate"]},
             ValueError,
             "KVQuantConfig: `transforms` must be empty where keys are not quantised, got ['rotate']. "
             "Transforms only reduce quantisation errors: leave them out.",
@@ -561,7 +570,7 @@ def test_resolve_refuses() -> None:
 
 def test_from_preset_refuses_unknown_options() -> None:
     with pytest.raises(ValueError) as caught:
-        KVQuantConfig.from_preset("int4", max_cache_length=64)
+        KVQuantConfig.from_preset("int4-token", max_cache_length=64)
     assert str(caught.value) == (
         f"KVQuantConfig: unknown key 'max_cache_length'. Did you mean 'max_cache_len'? Known keys: {KNOWN}."
     )

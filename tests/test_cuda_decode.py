@@ -491,7 +491,7 @@ def test_a_graph_is_replayed_with_any_lengths(formats: tuple[KVFormat, KVFormat]
 @pytest.mark.sanitize
 def test_two_streams_with_counters_of_their_own() -> None:
     calls = []
-    for formats, lengths in ((PRESETS["int8"], (900, 40)), (PRESETS["int4"], (1024,))):
+    for formats, lengths in ((PRESETS["int8"], (900, 40)), (PRESETS["int4-token"], (1024,))):
         case = Case(formats, 128, torch.bfloat16, 4, 1, lengths, capacity=1024)
         planes, query = [clone(filled(case, side), "cuda") for side in (0, 1)], queries(case).cuda()
         expected = attend(case, planes, query, lengths=case.lengths_tensor().cuda())[0].cpu()

@@ -125,20 +125,20 @@ def test_one_number_turns_plans_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("pads", [(0,), (1, 0, 1), (4,)], ids=["none", "little", "alike"])
 def test_even_batches_get_no_plan(model: Any, pads: tuple[int, ...]) -> None:
-    watch, _, _ = generated(model, "int4", left_padded(pads=pads))
+    watch, _, _ = generated(model, "int4-token", left_padded(pads=pads))
     assert watch.made == watch.dealt == 0 and watch.others == 2 * (NEW_TOKENS - 1)
 
 
 def test_one_sequence_needs_no_plan(model: Any) -> None:
-    watch, _, _ = generated(model, "int4", left_padded(batch=1))
+    watch, _, _ = generated(model, "int4-token", left_padded(batch=1))
     assert watch.made == 0
 
 
 def test_a_mask_decides_anew(model: Any) -> None:
     """Chunks of several tokens bring a mask that the host may read; a cache that starts over forgets."""
-    cache = KVQuantCache(model.config, "int4")
+    cache = KVQuantCache(model.config, "int4-token")
     assert not cache.notes.is_uneven and not MaskNotes().is_uneven
-    with patched(model, "int4"), torch.no_grad():
+    with patched(model, "int4-token"), torch.no_grad():
         for tokens, pads, expected in ((9, (8, 0, 5), True), (60, (8, 0, 5), False), (61, (8, 0, 5), False)):
             mask = left_padded(tokens=tokens, pads=pads)["attention_mask"].to(model.device)
             new = torch.randint(3, 60, (3, tokens - cache.get_seq_length()), device=model.device)
@@ -173,20 +173,20 @@ def test_windows_of_dense_tokens(model: Any, preset: str) -> None:
 
 
 def test_beams_are_dealt_with_their_own_padding(model: Any) -> None:
-    watch, _, _ = generated(model, "int4", num_beams=3)
+    watch, _, _ = generated(model, "int4-token", num_beams=3)
     assert watch.made == NEW_TOKENS - 1 and watch.dealt == 2 * watch.made
 
 
 def test_sliding_windows_get_no_plan(device: str) -> None:
     """In rings or not: long sequences have the same work there."""
     gemma = models.build("gemma2", torch.bfloat16, layer_types=["full_attention", "sliding_attention"])
-    watch, _, _ = generated(models.on(device, gemma), "int4")
+    watch, _, _ = generated(models.on(device, gemma), "int4-token")
     assert (watch.made, watch.dealt, watch.others) == (NEW_TOKENS - 1,) * 3
 
 
 def test_own_attention(device: str) -> None:
     bloom = models.build("bloom", torch.bfloat16)
-    watch, _, _ = generated(models.on(device, bloom), "int4")
+    watch, _, _ = generated(models.on(device, bloom), "int4-token")
     assert watch.made == NEW_TOKENS - 1 and watch.dealt == 2 * watch.made
 
 
@@ -201,7 +201,7 @@ def test_captured_steps_make_their_plan_in_every_replay(model: Any, preset: str)
 
 
 def test_captured_steps_with_and_without_a_plan_are_told_apart(model: Any) -> None:
-    config = {"preset": "int4", "capture": True}
+    config = {"preset": "int4-token", "capture": True}
     with patched(model, config):
         for pads in ((3, 0, 5), (0,), (3, 0, 5)):
             inputs = {name: value.to(model.device) for name, value in left_padded(pads=pads).items()}
@@ -212,7 +212,7 @@ def test_captured_steps_with_and_without_a_plan_are_told_apart(model: Any) -> No
 
 
 def test_a_saved_cache_keeps_whether_it_has_plans(model: Any, tmp_path: Any) -> None:
-    _, _, cache = generated(model, "int4")
+    _, _, cache = generated(model, "int4-token")
     cache.save(tmp_path / "cache", model)
     assert KVQuantCache.load(tmp_path / "cache", model).notes.is_uneven
 
@@ -226,7 +226,7 @@ STARTS = [0, 700, 1500]
 class Step:
     """Layers of one cache, fed the same tokens on a device."""
 
-    def __init__(self, device: str, preset: str = "int4", num_layers: int = 2, **options: Any) -> None:
+    def __init__(self, device: str, preset: str = "int4-token", num_layers: int = 2, **options: Any) -> None:
         lengths = Lengths()
         formats = KVQuantConfig.resolve({"preset": preset, **options.pop("windows", {})}).formats(0)
         self.stores = [LayerStore(formats, lengths=lengths, **options) for _ in range(num_layers)]

@@ -119,7 +119,7 @@ FAMILIES = {
     # Attention outside transformers' registry.
     "led": Family("LEDForConditionalGeneration", "LEDConfig", {**BART, **LED}, is_served=False),
 }
-QUANTIZED = ["int8", "k8v4", "int4", "int4-channel", "fp8"]
+QUANTIZED = ["int8", "k8v4", "int4-token", "int4-channel", "fp8"]
 
 
 def build(name: str) -> Any:
@@ -239,7 +239,7 @@ def test_both_halves_of_an_encoder_decoder_have_our_attention() -> None:
 def test_encoders_and_cross_attention_attend_as_before() -> None:
     """They get raw tensors, and the decoder's rotation and centres never reach them."""
     model = family("bart")
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         output = greedy(model, inputs_of(model), output_hidden_states=True)
     dense = greedy(model, inputs_of(model), output_hidden_states=True)
     compare.assert_same(output.encoder_hidden_states[-1], dense.encoder_hidden_states[-1], "the encoder's states")
@@ -276,9 +276,9 @@ def test_one_token_gives_one_key_of_the_decoder(name: str) -> None:
 # As in `test_generate.py`: what is quantised is the same in both runs to the last bit.
 CONFIGS: dict[str, Any] = {
     "none": "none",
-    "first_layer": {"preset": "int4", "layers": {1: "none"}},
+    "first_layer": {"preset": "int4-token", "layers": {1: "none"}},
     "last_layer": {"preset": "none", "layers": {1: "int8"}},
-    "static": {"preset": "int4", "layers": {1: "none"}, "static": True},
+    "static": {"preset": "int4-token", "layers": {1: "none"}, "static": True},
 }
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
 # The second sequence begins with the token that `generate` would otherwise put in front of all.
@@ -432,7 +432,7 @@ def test_unpatch_restores_the_model() -> None:
 # --- the pair of caches -----------------------------------------------------------------------------------------------
 
 
-def filled(config: Any = "int4", **options: Any) -> KVQuantEncoderDecoderCache:
+def filled(config: Any = "int4-token", **options: Any) -> KVQuantEncoderDecoderCache:
     model = family("bart")
     with patched(model, config):
         cache: Any = cache_of(greedy(model, inputs_of(model), **options))
@@ -457,7 +457,7 @@ def test_sequences_are_selected_and_repeated_in_both() -> None:
 
 
 def test_what_a_static_cache_of_cross_attention_cannot_do_is_refused() -> None:
-    cache = filled({"preset": "int4", "static": True})
+    cache = filled({"preset": "int4-token", "static": True})
     assert type(cache.cross_attention_cache) is StaticCache and cache.cross_attention_cache.get_max_length() == 8
     with pytest.raises(TypeError, match="`batch_select_indices` is only defined for dynamic cache"):
         cache.batch_select_indices(torch.tensor([0]))
@@ -498,7 +498,7 @@ def test_generate_compiles_one_graph(name: str, compiled: dict[str, Any]) -> Non
             pytest.skip("transformers 5.17 compiles no decoder without a mask, and Whisper's takes none")
         mask = torch.ones((3, 2), dtype=torch.long)
         prompt = {"decoder_input_ids": torch.full_like(mask, BOS), "decoder_attention_mask": mask}
-    with patched(model, {"preset": "int4", "static": True}):
+    with patched(model, {"preset": "int4-token", "static": True}):
         expected = greedy(model, inputs_of(model), **prompt)
         for _ in range(2):
             check_equal(greedy(model, inputs_of(model), **prompt, **compiled), expected)
@@ -511,7 +511,7 @@ def test_without_a_mask_old_versions_of_transformers_do_not_compile(
     model = build("bart")
     monkeypatch.setattr(encoder_decoder, "MAKES_MASKS_FIRST", False)
     encoder_decoder._log_uncompiled.cache_clear()
-    with patched(model, {"preset": "int4", "static": True}), caplog.at_level(logging.WARNING, "hf_kvquant"):
+    with patched(model, {"preset": "int4-token", "static": True}), caplog.at_level(logging.WARNING, "hf_kvquant"):
         expected = greedy(model, inputs_of(model))
         for _ in range(2):
             check_equal(greedy(model, inputs_of(model), **compiled), expected)
@@ -758,7 +758,7 @@ def test_a_cache_has_the_layers_and_heads_of_the_decoder(name: str) -> None:
     with patched(model, "none"):
         output = greedy(model, inputs)
     compare.assert_same(logits(output), logits(expected), "logits")
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         output = greedy(model, inputs)
         cache = decoder_cache(cache_of(output))
         assert cache is not None and len(report(model).layers) == len(cache.layers) == 2

@@ -31,16 +31,16 @@ def rows(seed: int, max_context: int, max_fed: int, num_contexts: int = 40) -> l
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        *(({"preset": preset}, math.inf) for preset in ("none", "int8", "int4", "int4-g32", "fp8")),
-        ({"preset": "int4", "sink_length": 2}, math.inf),
-        ({"preset": "int4", "residual_length": 3}, 0),
+        *(({"preset": preset}, math.inf) for preset in ("none", "int8", "int4-token", "int4-g32", "fp8")),
+        ({"preset": "int4-token", "sink_length": 2}, math.inf),
+        ({"preset": "int4-token", "residual_length": 3}, 0),
         ({"preset": "int8", "value": {"storage": "int8", "granularity": "tensor"}}, 0),
         ({"preset": "int8", "value": {"storage": "int8", "granularity": "token"}}, math.inf),
         ({"preset": "int4-channel"}, BELOW_A_BLOCK),
         ({"preset": "int4-channel", "sink_length": 2}, BELOW_A_BLOCK),
         ({"preset": "int4-channel", "residual_length": 3}, 0),
-        ({"preset": "int4", "layers": {1: "int4-channel"}}, BELOW_A_BLOCK),
-        ({"preset": "int4-channel", "layers": {1: {"preset": "int4", "residual_length": 3}}}, 0),
+        ({"preset": "int4-token", "layers": {1: "int4-channel"}}, BELOW_A_BLOCK),
+        ({"preset": "int4-channel", "layers": {1: {"preset": "int4-token", "residual_length": 3}}}, 0),
     ],
     ids=str,
 )

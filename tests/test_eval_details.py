@@ -48,7 +48,7 @@ def test_by_position() -> None:
 
 def test_layers_are_measured_alone_and_once(model: Any) -> None:
     record = RunRecord.open(None, {})
-    configs = {name: KVQuantConfig.from_preset(name) for name in ("none", "int8", "int4")}
+    configs = {name: KVQuantConfig.from_preset(name) for name in ("none", "int8", "int4-token")}
     record.put("keys", {})
     known = {"0": {"int8": {"kld": -1.0}}}
     record.put("layers", known)
@@ -59,8 +59,10 @@ def test_layers_are_measured_alone_and_once(model: Any) -> None:
     for step in steps:
         step.run(lambda done=0, /, doing=None: None)
     layers = record.get("layers")
-    assert layers is not None and layers["0"] == known["0"] and list(layers["1"]) == ["int8", "int4"]
-    assert 0 < layers["1"]["int8"]["kld"] < layers["1"]["int4"]["kld"] and layers["1"]["int4"]["tokens"] == 62
+    assert layers is not None and layers["0"] == known["0"] and list(layers["1"]) == ["int8", "int4-token"]
+    assert (
+        0 < layers["1"]["int8"]["kld"] < layers["1"]["int4-token"]["kld"] and layers["1"]["int4-token"]["tokens"] == 62
+    )
 
 
 def test_key_magnitudes_are_those_of_calibration(model: Any) -> None:
@@ -71,7 +73,7 @@ def test_key_magnitudes_are_those_of_calibration(model: Any) -> None:
     assert found["is_calibrated"] is False and list(found["layers"]) == [0, 1]
     for layer in found["layers"].values():
         assert len(layer["before"]) == 2 and max(map(max, layer["after"])) < max(map(max, layer["before"]))
-    smooth_attention(model, tokenizer(), [TEXT], "int4", num_tokens=measure.CALIBRATION_TOKENS, window=64)
+    smooth_attention(model, tokenizer(), [TEXT], "int4-token", num_tokens=measure.CALIBRATION_TOKENS, window=64)
     assert measure.key_magnitudes(model, tokenizer(), TEXT, ids()) == {**found, "is_calibrated": True}
 
 

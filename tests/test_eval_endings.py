@@ -291,10 +291,14 @@ def test_a_record_that_is_none(
 @pytest.mark.parametrize(
     "name, words, message",
     [
-        (None, ["--preset", "imt4"], "`--preset` must be one of none, int8, .*, got 'imt4'. Did you mean 'int4'?"),
         (
             None,
-            ["--preset", "int4:4"],
+            ["--preset", "imt4"],
+            "`--preset` must be one of none, int8, .*, got 'imt4'. Did you mean 'int4-token'?",
+        ),
+        (
+            None,
+            ["--preset", "int4-token:4"],
             "`--preset` must give windows as FIRST.NEWEST tokens, got '4'. Write for example int4",
         ),
         (None, ["--residual-length", "-3"], "`--residual-length` must be at least 0, got -3."),

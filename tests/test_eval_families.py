@@ -70,7 +70,7 @@ def task_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def of_text(tmp_path: Path, *more: str) -> tuple[str, ...]:
     words = ("--text", str(tmp_path / "text.txt"), "--window", str(WINDOW), "--tokens", "50", "--chunk", "5")
-    return (*words, "--preset", "int8", "--preset", "int4:2+6", *more)
+    return (*words, "--preset", "int8", "--preset", "int4-token:2+6", *more)
 
 
 @pytest.mark.full(
@@ -115,7 +115,7 @@ def test_perplexity_without_simulation(
     assert list(parts["summary"]["modes"]) == ["chunked", "decode"]
     assert parts["summary"]["unsimulated"] == WHY[family]
     # With a window of the newest tokens, chunks are not the same function as single tokens.
-    expected = {"none": ["chunked and decode"], "int8": ["chunked and decode"], "int4:2+6": []}
+    expected = {"none": ["chunked and decode"], "int8": ["chunked and decode"], "int4-token:2+6": []}
     assert {name: list(gated["between"]) for name, gated in parts["gate"].items()} == expected
     assert list(parts["layers"]) == ["0", "1"]
     for rows in parts["summary"]["modes"].values():
@@ -132,7 +132,7 @@ def test_the_gate_in_16_bits(folder_of: Any, family: str, capsys: pytest.Capture
     words = (*of_text(tmp_path), "--dtype", "bfloat16")
     code, found, _, error = run(capsys, tmp_path, "perplexity", folder_of(family), *words)
     assert code == 0, error
-    assert ("simulated and chunked" in found["parts"]["gate"]["int4:2+6"]["between"]) == (family != "xglm")
+    assert ("simulated and chunked" in found["parts"]["gate"]["int4-token:2+6"]["between"]) == (family != "xglm")
 
 
 @pytest.mark.parametrize("family", ["xglm", "jetmoe"])
@@ -151,7 +151,7 @@ def test_controls_where_no_kernel_serves(
     monkeypatch.setattr("hf_kvquant.evaluation.perplexity.gate.CONTROL_AGREEMENT", 1.01)
     code, found, _, error = run(capsys, tmp_path, "perplexity", folder_of("xglm"), *of_text(tmp_path, "--controls"))
     assert code == 0, error
-    assert list(found["parts"]["controls"]["permuted_scales"]) == ["int8", "int4:2+6"]
+    assert list(found["parts"]["controls"]["permuted_scales"]) == ["int8", "int4-token:2+6"]
 
 
 @needs_matplotlib

@@ -74,29 +74,29 @@ def test_codes_are_read(name: str) -> None:
     model = models.build(
         models.FAMILIES[name].model_type, **{**models.FAMILIES[name].options, "max_position_embeddings": CONTEXT}
     )
-    prompts, results = asked("none", "int8", "int4", model=model)
+    prompts, results = asked("none", "int8", "int4-token", model=model)
     tail = len(prompts[0].question) + len(prompts[0].answer) - 1
     pairs = 2 * sum(len(prompts[0].context) + 1 + index for index in range(tail))
     if name == "gemma2":
         pairs = pairs // 2 + 6 * tail  # one layer has a window of 6 tokens
-    for preset, expected in (("none", 0), ("int8", pairs), ("int4", pairs)):
+    for preset, expected in (("none", 0), ("int8", pairs), ("int4-token", pairs)):
         assert results[preset].pairs_read == results[preset].pairs_expected == len(prompts) * expected
-    none, int8, int4 = (torch.tensor(results[preset].log_likelihood) for preset in ("none", "int8", "int4"))
+    none, int8, int4 = (torch.tensor(results[preset].log_likelihood) for preset in ("none", "int8", "int4-token"))
     assert 0 < (int8 - none).abs().mean() < (int4 - none).abs().mean()
 
 
 def test_one_reading_of_the_context_serves_all_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that take the keys and values of another one answer as those do that the model fills."""
-    _, shared = asked("int4", "int4-channel")
+    _, shared = asked("int4-token", "int4-channel")
     monkeypatch.setattr(long_context, "KVQuantLayer", ())
-    _, own = asked("int4", "int4-channel")
+    _, own = asked("int4-token", "int4-channel")
     assert shared == own
 
 
 def test_a_batch_is_its_prompts() -> None:
-    _, both = asked("int4")
-    _, one = asked("int4", num_prompts=1)
-    assert both["int4"].log_likelihood[0] == pytest.approx(one["int4"].log_likelihood[0], abs=1e-3)
+    _, both = asked("int4-token")
+    _, one = asked("int4-token", num_prompts=1)
+    assert both["int4-token"].log_likelihood[0] == pytest.approx(one["int4-token"].log_likelihood[0], abs=1e-3)
 
 
 def test_right_is_what_greedy_decoding_writes() -> None:
@@ -116,7 +116,9 @@ def test_right_is_what_greedy_decoding_writes() -> None:
 
 def test_the_command(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = tmp_path / "long.json"
-    code, text, error = run(capsys, folder, "--preset", "int4", "--tests", "needle,recall", "--output", str(output))
+    code, text, error = run(
+        capsys, folder, "--preset", "int4-token", "--tests", "needle,recall", "--output", str(output)
+    )
     assert code == 0 and error == ""
     for test in ("needle", "recall"):
         assert f"{test}, none" in text and f"{test}, int4" in text
@@ -124,10 +126,10 @@ def test_the_command(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "0 of 4" in text
     parts = json.loads(output.read_text())["parts"]
     assert list(parts) == ["needle/256/0", "needle/256/100", "recall/256/0", "recall/256/100", SUMMARY]
-    cell = parts["needle/256/0"]["int4"]
+    cell = parts["needle/256/0"]["int4-token"]
     assert len(cell["correct"]) == len(cell["log_likelihood"]) == 2
     assert cell["pairs_read"] == cell["pairs_expected"] > 0
-    assert parts[SUMMARY]["none"]["log_likelihood_change"] == 0 != parts[SUMMARY]["int4"]["log_likelihood_change"]
+    assert parts[SUMMARY]["none"]["log_likelihood_change"] == 0 != parts[SUMMARY]["int4-token"]["log_likelihood_change"]
 
 
 def test_what_is_interrupted_is_resumed(
@@ -189,17 +191,17 @@ def test_dense_windows_and_chat_templates_are_settings(
     capsys: pytest.CaptureFixture[str], folder: str, tmp_path: Path
 ) -> None:
     chat = models.save_llama(tmp_path / "chat", CONTEXT, chat_template=models.CHAT_TEMPLATE)
-    words = ("--preset", "int4", "--preset", "int4:0+9", "--sink-length", "2", "--residual-length", "300")
+    words = ("--preset", "int4-token", "--preset", "int4-token:0+9", "--sink-length", "2", "--residual-length", "300")
     code, _, error = run(capsys, chat, *words, "--chat-template", "--output", str(tmp_path / "long.json"))
     assert code == 0, error
     content = json.loads((tmp_path / "long.json").read_text())
     configs = content["settings"]["presets"]
     lengths = {name: (config["sink_length"], config["residual_length"]) for name, config in configs.items()}
-    assert lengths == {"none": (0, 0), "int4": (2, 300), "int4:0+9": (0, 9)}
+    assert lengths == {"none": (0, 0), "int4-token": (2, 300), "int4-token:0+9": (0, 9)}
     assert len(content["settings"]["chat_template"]) == 64
     changes = {name: abs(row["log_likelihood_change"]) for name, row in content["parts"][SUMMARY].items()}
     # All tokens stay dense in one of them.
-    assert changes["int4"] < 1e-3 < changes["int4:0+9"]
+    assert changes["int4-token"] < 1e-3 < changes["int4-token:0+9"]
     code, _, error = run(capsys, folder, "--chat-template")
     assert code == 2 and "eval long: `--chat-template` needs a tokenizer" in error and error.count("\n") == 1
 
@@ -210,9 +212,9 @@ def test_dense_windows_and_chat_templates_are_settings(
 def test_only_what_the_model_can_do_is_scored(accuracy: float, text: str) -> None:
     result = {
         "none": {"correct": [index < 10 * accuracy for index in range(10)], "log_likelihood": [-1.0] * 10},
-        "int4": {"correct": [index < 8 for index in range(10)], "log_likelihood": [-1.5, -1.0] * 5},
+        "int4-token": {"correct": [index < 8 for index in range(10)], "log_likelihood": [-1.5, -1.0] * 5},
     }
-    assert long_context.cell_text(result, "int4") == f"{text}\n-0.250"
+    assert long_context.cell_text(result, "int4-token") == f"{text}\n-0.250"
 
 
 def test_the_summary_is_over_what_is_scored() -> None:
@@ -221,14 +223,14 @@ def test_the_summary_is_over_what_is_scored() -> None:
     record = RunRecord.open(None, {})
     for cell, is_right in zip(cells, (True, False), strict=True):
         none = {"correct": [is_right] * 2, "log_likelihood": [-1.0, -2.0]}
-        record.put(cell.part, {"none": none, "int4": {"correct": [True, False], "log_likelihood": [-1.5, -2.0]}})
-    summary = long_context.summarize(record, cells, ("none", "int4"))
+        record.put(cell.part, {"none": none, "int4-token": {"correct": [True, False], "log_likelihood": [-1.5, -2.0]}})
+    summary = long_context.summarize(record, cells, ("none", "int4-token"))
     assert summary["none"] == {
         "num_cells": 2, "num_scored": 1, "accuracy": 1.0, "log_likelihood_change": 0.0, "standard_error": 0.0,
         "pairs_dequantized": 0,
     }  # fmt: skip
-    assert (summary["int4"]["accuracy"], summary["int4"]["log_likelihood_change"]) == (0.5, -0.25)
-    assert summary["int4"]["standard_error"] == pytest.approx(0.5 / 12**0.5)
+    assert (summary["int4-token"]["accuracy"], summary["int4-token"]["log_likelihood_change"]) == (0.5, -0.25)
+    assert summary["int4-token"]["standard_error"] == pytest.approx(0.5 / 12**0.5)
     file = io.StringIO()
     record.put(SUMMARY, summary)
     long_context.show(Console(file=file, width=120), record, cells, title="model")

@@ -81,7 +81,7 @@ def test_windows_and_the_naive_baseline(
 ) -> None:
     """... are presets like others, and the modes agree on them too."""
     monkeypatch.setattr(gate, "CONTROL_AGREEMENT", 1.01)
-    names = ("int4:2+6", "int4-untransformed", "int4-channel:0+3")
+    names = ("int4-token:2+6", "int4-token-untransformed", "int4-channel:0+3")
     words = [word for name in names for word in ("--preset", name)]
     code, found, error = run(capsys, folder, tmp_path, *words, "--sink-length", "1", "--mode", "all", "--controls")
     assert code == 0, error
@@ -90,8 +90,8 @@ def test_windows_and_the_naive_baseline(
     lengths = {name: (config["sink_length"], config["residual_length"]) for name, config in configs.items()}
     assert lengths == dict(zip(configs, [(0, 0), (1, 0), (2, 6), (1, 0), (0, 3)], strict=True))
     for rows in found["parts"]["summary"]["modes"].values():
-        assert rows["int4:2+6"]["kld"] < rows["int4-untransformed"]["kld"]
-        assert rows["none"]["bits_per_value"] == 32 and 4 < rows["int4:2+6"]["bits_per_value"] < 5
+        assert rows["int4-token:2+6"]["kld"] < rows["int4-token-untransformed"]["kld"]
+        assert rows["none"]["bits_per_value"] == 32 and 4 < rows["int4-token:2+6"]["bits_per_value"] < 5
 
 
 def test_rows_follow_the_convention(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_calibration_is_told(folder: str, capsys: pytest.CaptureFixture[str], tm
 def test_a_prompt_is_fed_at_once_and_not_scored(
     folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = ("--prompt", "12", "--mode", "all", "--chunk", "1", "--preset", "int4:2+3")
+    words = ("--prompt", "12", "--mode", "all", "--chunk", "1", "--preset", "int4-token:2+3")
     code, found, error = run(capsys, folder, tmp_path, *words)
     assert code == 0, error
     assert found["settings"]["first_chunk"] == 12 and found["settings"]["begins"][0] == 0
@@ -159,7 +159,7 @@ def test_windows_of_one_forward_score_as_alone(
 
 
 def test_as_many_windows_at_once_as_caches_may_take() -> None:
-    sizes = {"none": {"bytes_per_token": 2**17}, "int4": {"bytes_per_token": 2**15}}
+    sizes = {"none": {"bytes_per_token": 2**17}, "int4-token": {"bytes_per_token": 2**15}}
     assert measure.segments_at_once(SimpleNamespace(device=torch.device("cpu")), 2048, sizes) == 1
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     assert [measure.segments_at_once(on_gpu, window, sizes) for window in (2048, 512, 2**15)] == [1, 7, 1]
@@ -308,7 +308,7 @@ def test_the_gate_lets_flipped_codes_pass() -> None:
     model = copy.deepcopy(models.llama(num_hidden_layers=8))
     inject_key_outliers(model, 3, 100.0)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
-    for name in ("int8", "int4", "int4-g32"):
+    for name in ("int8", "int4-token", "int4-g32"):
         (found,) = gate.Gate(model, ids, {name: KVQuantConfig.from_preset(name)}).check_modes(32).values()
         assert max(found["between"].values()) < 1e-5 * found["kld"]
 
@@ -322,9 +322,9 @@ def test_the_gate_sees_one_token_that_is_exact_in_one_mode_only(monkeypatch: pyt
     original = SimulatedLayer._is_exact
     monkeypatch.setattr(SimulatedLayer, "_is_exact", one_more)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
-    config = KVQuantConfig.from_preset("int4", sink_length=1, residual_length=9)
+    config = KVQuantConfig.from_preset("int4-token", sink_length=1, residual_length=9)
     with pytest.raises(Refused, match="preset int4 must give the same distribution simulated and decode within "):
-        gate.Gate(models.llama(), ids, {"int4": config}).check_modes(32)
+        gate.Gate(models.llama(), ids, {"int4-token": config}).check_modes(32)
 
 
 def test_the_gate_says_when_the_model_is_wrong_by_itself() -> None:

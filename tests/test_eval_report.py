@@ -33,7 +33,7 @@ needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 TEXT = 30 * models.SENTENCE
-PRESETS = ["none", "int8", "int4"]
+PRESETS = ["none", "int8", "int4-token"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def run(capsys: pytest.CaptureFixture[str], folder: str, output: Path, *words: s
 def short(text: str, *words: str) -> list[str]:
     """Options of a run over texts that takes a few seconds."""
     options = ["--text", text, "--dtype", "float32", "--window", "48", "--tokens", "90", "--full", "--skip", "tasks"]
-    return [*options, "--preset", "int8", "--preset", "int4", *words]
+    return [*options, "--preset", "int8", "--preset", "int4-token", *words]
 
 
 def records() -> dict[str, dict[str, Any]]:
@@ -80,7 +80,7 @@ def records() -> dict[str, dict[str, Any]]:
         }
 
     def of_text(scale: float) -> dict[str, Any]:
-        rows = {"none": row(16, 0.0), "int8": row(8.5, 1e-4 * scale), "int4": row(4.5, 1e-2 * scale)}
+        rows = {"none": row(16, 0.0), "int8": row(8.5, 1e-4 * scale), "int4-token": row(4.5, 1e-2 * scale)}
         layers = {str(i): {name: {"kld": rows[name]["kld"] / 2 + i} for name in PRESETS[1:]} for i in range(2)}
         channels = {
             str(i): {"before": [[1.0, 2.0], [9.0 * scale, 2.0]], "after": [[1.0, 2.0], [3.0, 2.0]]} for i in range(2)
@@ -91,7 +91,7 @@ def records() -> dict[str, dict[str, Any]]:
         }
         parts = {"layers": layers, "keys": {"layers": channels}, "summary": {"modes": {"chunked": rows}}}
         parts |= {"gate": gate, "chunked 0": {}}
-        dense = {"none": 0, "int8": 0, "int4": 20}
+        dense = {"none": 0, "int8": 0, "int4-token": 20}
         settings = {
             "model": "somewhere/model",
             "source": {"text": "text.txt", "convention": "as it is"},
@@ -108,7 +108,7 @@ def records() -> dict[str, dict[str, Any]]:
         scores = {"metrics": {"acc": sum(right) / 4}, "standard_errors": {"acc": 0.1}}
         return {"task": task, "num_items": 4, "items": items, **scores}
 
-    answers = {"none": [1, 1, 0, 0], "int8": [1, 1, 0, 0], "int4": [1, 0, 0, 0]}
+    answers = {"none": [1, 1, 0, 0], "int8": [1, 1, 0, 0], "int4-token": [1, 0, 0, 0]}
     parts = {f"{task}/{preset}": of_task(task, right) for task in AVERAGED for preset, right in answers.items()}
     of_tasks = {"card": card, "settings": {"model": "somewhere/model", "limit": 4}, "parts": parts}
     return {page.PLAIN: of_text(1.0), page.OUTLIERS: of_text(3.0), page.TASKS: of_tasks}
@@ -213,18 +213,18 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
         picture = (output / name).read_text(encoding="utf-8")
         assert "<text" in picture and "with injected outliers" in picture
     plain, outliers = texts.values()
-    assert page.quality_numbers(plain) == {"int8": [[8.5, 1e-4]], "int4": [[4.5, 1e-2]]}
-    assert page.layer_numbers(plain)["int4"] == [[0, 0.005], [1, 1.005]]
+    assert page.quality_numbers(plain) == {"int8": [[8.5, 1e-4]], "int4-token": [[4.5, 1e-2]]}
+    assert page.layer_numbers(plain)["int4-token"] == [[0, 0.005], [1, 1.005]]
     keys = page.key_numbers(outliers)
     assert keys["before"] == [1.0, 2.0, 27.0, 2.0] and keys["uneven"]["after"] == [[0, 1.5], [1, 1.5]]
     shown = (output / page.PAGE).read_text(encoding="utf-8")
     # 450 bytes a token, and 20 dense tokens of 1,600.
-    row = "| `int4` | 4.5 | 14.78 | 1.0·10⁻² ± 1.0·10⁻³ | good | 5.0·10⁻³ | 9.0·10⁻² | 90.0% ± 2.0% | 30.00 |"
+    row = "| `int4-token` | 4.5 | 14.78 | 1.0·10⁻² ± 1.0·10⁻³ | good | 5.0·10⁻³ | 9.0·10⁻² | 90.0% ± 2.0% | 30.00 |"
     assert f"{row} +1.00% ± 0.30% | 25.0 (" in shown
     assert "| MB at 32,768 tokens | KL, nats per token (limits: 0.05, 0.15) | verdict |" in shown
     assert (
-        "**`int4` is the smallest preset that stays below 0.05 nats per token (1.0·10⁻² ± 1.0·10⁻³). At 32,768 tokens, "
-        "its cache takes 14.78 MB instead of 52.43 (28%).**" in shown
+        "**`int4-token` is the smallest preset that stays below 0.05 nats per token (1.0·10⁻² ± 1.0·10⁻³). At 32,768 "
+        "tokens, its cache takes 14.78 MB instead of 52.43 (28%).**" in shown
     )
     told = (
         "1 of 2 windows. Every (query, token) pair that had to be read from codes was; the ways of feeding a text agree"
@@ -235,8 +235,8 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     )
     assert run(capsys, "somewhere/model", output, "--render", "--context", "1000")[0] == 0
     shown = (output / page.PAGE).read_text(encoding="utf-8")
-    assert "| `int4` | 4.5 | 0.482 |" in shown
-    assert "| `int4` | 4 | 25.0 ± 10.0 | - | -25.00 ± 21.65 | 1.00 | 75% | +0.000 |" in shown
+    assert "| `int4-token` | 4.5 | 0.482 |" in shown
+    assert "| `int4-token` | 4 | 25.0 ± 10.0 | - | -25.00 ± 21.65 | 1.00 | 75% | +0.000 |" in shown
     assert "90 tokens of text.txt (as it is) in windows of 48, in chunks of 32 tokens, float32 on Some CPU" in shown
     assert "`tasks.json`: 2026-11-22 10:00 UTC, commit 0123456789, with uncommitted changes." in shown
 
@@ -326,7 +326,7 @@ def test_what_there_is_no_time_for_is_left_out_and_measured_later(
     assert found["left_out"]["what"][0] == "chunked, window 3 of 4" and found["left_out"]["what"][-1] == "layer 1 alone"
     shown = (output / page.PAGE).read_text(encoding="utf-8")
     assert "2 of 4 windows." in shown and "Left out for lack of time: window 3 of 4, window 4 of 4, …" in shown
-    assert " ± " in shown.partition("| `int4` |")[2].partition("|")[2]
+    assert " ± " in shown.partition("| `int4-token` |")[2].partition("|")[2]
     assert run(capsys, folder, output, *words)[0] == 0
     found = json.loads((output / page.FILES[page.PLAIN]).read_text(encoding="utf-8"))["parts"]
     assert found["left_out"]["what"] == [] and list(found["layers"]) == ["0", "1"]
@@ -357,10 +357,10 @@ def test_presets_are_judged_by_the_limits_of_the_pre_flight(kld: float, error: f
 def test_the_verdict_names_the_smallest_preset_below_each_limit() -> None:
     record = records()[page.PLAIN]
     rows = record["parts"]["summary"]["modes"]["chunked"]
-    rows["int4"]["kld"] = 0.1
+    rows["int4-token"]["kld"] = 0.1
     assert page.verdict(record, 1000).startswith("`int8` is the smallest preset that stays below 0.05 nats per token (")
-    assert " `int4` is the smallest preset that stays below 0.15 nats per token (" in page.verdict(record, 1000)
-    rows["int4"]["kld"] = rows["int8"]["kld"] = 0.15
+    assert " `int4-token` is the smallest preset that stays below 0.15 nats per token (" in page.verdict(record, 1000)
+    rows["int4-token"]["kld"] = rows["int8"]["kld"] = 0.15
     assert page.verdict(record, 1000).startswith("No preset stays below 0.15 nats per token for certain.")
 
 
@@ -368,12 +368,12 @@ def test_averages() -> None:
     parts = by_task_and_preset(records()[page.TASKS]["parts"])
     found = averages(parts)
     assert found["none"].value == 0.5 and found["none"].change is None
-    assert found["int8"].change_interval == (0, 0) and found["int4"].change == pytest.approx(-0.25)
+    assert found["int8"].change_interval == (0, 0) and found["int4-token"].change == pytest.approx(-0.25)
     changes = {task: [0, -1, 0, 0] for task in AVERAGED}
-    assert found["int4"].change_interval == paired.bootstrap_average(changes)[1]
+    assert found["int4-token"].change_interval == paired.bootstrap_average(changes)[1]
     assert page.spelled_average(found["int8"]) == "50.0 (+0.0 to +0.0)" and page.spelled_average(None) == "-"
     assert "average, int8: 50.00% (" in average_lines(parts)[1]
-    del parts["piqa", "int4"]
+    del parts["piqa", "int4-token"]
     assert list(averages(parts)) == ["none", "int8"]
 
 

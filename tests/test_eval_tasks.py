@@ -35,7 +35,7 @@ from hf_kvquant.upstream.releases import CACHE
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
-PRESETS = ("none", "int4")
+PRESETS = ("none", "int4-token")
 WORDS = "once upon a time there was some old king who had three sons and no crown".split()
 CONTEXT = 128
 # Sums in another order move keys by an ulp or so, which now and then rounds to another code.
@@ -118,7 +118,7 @@ def test_unquantised_scores_are_those_of_lm_eval(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("preset", ["none", "int8", "int4", "int4-channel", "fp8"])
+@pytest.mark.parametrize("preset", ["none", "int8", "int4-token", "int4-channel", "fp8"])
 def test_batch_size_and_padding_do_not_change_scores(preset: str, mode: str) -> None:
     one, eight = scores(preset, mode, 1), scores(preset, mode, 8)
     difference = differences(one, eight)
@@ -133,7 +133,7 @@ def test_batch_size_and_padding_do_not_change_scores(preset: str, mode: str) -> 
 
 @pytest.mark.parametrize("options", [{"sink_length": 2}, {"residual_length": 3}])
 def test_dense_windows_do_not_depend_on_the_batch(options: dict[str, int]) -> None:
-    config = KVQuantConfig.from_preset("int4", **options)
+    config = KVQuantConfig.from_preset("int4-token", **options)
     one, eight = (scores.__wrapped__(config, batch_size=size) for size in (1, 8))
     assert (differences(one, eight) < FLOAT_NOISE).float().mean() > 0.6
 
@@ -159,7 +159,7 @@ def test_padding_changes_nothing_around_a_block(sink_length: int, mode: str) -> 
     assert differences(one, eight).mean() < 0.05 * differences(one, found["none", 1]).mean()
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token"])
 def test_decode_scores_are_those_of_the_cache(preset: str) -> None:
     model = models.family("llama")
     expected = []
@@ -179,10 +179,10 @@ def test_decode_scores_are_those_of_the_cache(preset: str) -> None:
     assert (found - torch.tensor(expected)).abs().mean() < 0.01
 
 
-WINDOWED = KVQuantConfig.from_preset("int4", sink_length=2, residual_length=3)
+WINDOWED = KVQuantConfig.from_preset("int4-token", sink_length=2, residual_length=3)
 
 
-@pytest.mark.parametrize("config", ["int8", "int4", "int4-g32", "int4-channel", "fp8", WINDOWED], ids=str)
+@pytest.mark.parametrize("config", ["int8", "int4-token", "int4-g32", "int4-channel", "fp8", WINDOWED], ids=str)
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_modes_are_the_same_function(config: str | KVQuantConfig, batch_size: int, family: str = "llama") -> None:
     """Item by item: sums in another order flip codes, which is far from what codes do."""
@@ -220,7 +220,7 @@ def test_what_differs_in_its_last_token_is_fed_once() -> None:
 
 
 def test_below_a_block_channels_take_as_few_forwards_as_others() -> None:
-    assert rows_of_forwards("int4-channel", requests()) == rows_of_forwards("int4", requests())
+    assert rows_of_forwards("int4-channel", requests()) == rows_of_forwards("int4-token", requests())
 
 
 @pytest.mark.parametrize("family", ["xglm", "bloom", "gemma2", "qwen3_next"])
@@ -254,7 +254,7 @@ def test_whether_a_model_can_be_simulated_is_asked_once(monkeypatch: pytest.Monk
     model = models.family("llama")
     with patched(model, "none"):
         lm = KVQuantLM(model, "int8", "simulated", tokenizer=tokenizer())
-        for preset in ("int4", "fp8"):
+        for preset in ("int4-token", "fp8"):
             lm.use(preset)
         KVQuantLM(model, "int8", "decode", tokenizer=tokenizer())
     assert asked == [model]
@@ -376,14 +376,16 @@ def run(capsys: pytest.CaptureFixture[str], folder: str, *arguments: str) -> tup
 
 def test_all_offline_tasks(folder: str, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    code, shown, error = run(capsys, folder, "--data", str(data), "--preset", "int4", "--output", str(output))
+    code, shown, error = run(capsys, folder, "--data", str(data), "--preset", "int4-token", "--output", str(output))
     assert code == 0, error
     parts = json.loads(output.read_text(encoding="utf-8"))["parts"]
-    assert list(parts) == [f"{name}/{preset}" for name in task_files.offline_names() for preset in ("none", "int4")]
+    assert list(parts) == [
+        f"{name}/{preset}" for name in task_files.offline_names() for preset in ("none", "int4-token")
+    ]
     for name, part in parts.items():
         assert part["num_items"] == 5
         assert part["pairs_read"] == part["pairs_expected"]
-        assert (part["pairs_read"] > 0) == name.endswith("int4")
+        assert (part["pairs_read"] > 0) == name.endswith("int4-token")
         if name.startswith("wikitext"):
             continue
         assert part["metrics"]["acc"] == pytest.approx(sum(part["items"]["acc"]) / 5)
@@ -433,7 +435,7 @@ def test_a_second_run_resumes(
     assert "hf-kvquant: interrupted. eval tasks ended in part 3 of 4 (boolq, none). What was measured is in" in error
     assert "Traceback" not in error
     assert list(json.loads(output.read_text(encoding="utf-8"))["parts"]) == ["copa/none", "copa/int8"]
-    code, shown, error = run(capsys, folder, *arguments, "--preset", "int4")
+    code, shown, error = run(capsys, folder, *arguments, "--preset", "int4-token")
     assert code == 0, error
     assert seen == ["copa", "copa", "boolq", "copa", "boolq", "boolq", "boolq"]
     assert "No average" in shown and "piqa" in shown
@@ -465,7 +467,7 @@ def test_items_are_spread_over_processes(
 ) -> None:
     """... with the results of one: to the bit, where batches and threads are the same."""
     alone, together = tmp_path / "alone.json", tmp_path / "together.json"
-    arguments = ["--data", str(data), "--tasks", "copa", "lambada_openai", "--preset", "int4", "--device", "cpu"]
+    arguments = ["--data", str(data), "--tasks", "copa", "lambada_openai", "--preset", "int4-token", "--device", "cpu"]
     arguments += ["--batch-size", "1", "--output"]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -38,6 +38,8 @@ TEXT = """
 
  The university was founded in 1868 by a group of local merchants . It is a public research university .
 """
+# Bytes of a token of `int4` in 2 layers with 2 heads of 32: keys have a scale and a zero a channel and 128 tokens.
+FOUR_BITS = 4 * (16 + 32 * 4 // 128) + 4 * (16 + 4)
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def run(
     """The results of a short run; the JSON line and the file hold the same."""
     (folder / "text.raw").write_text(TEXT, encoding="utf-8")
     arguments = ["--data", str(folder / "text.raw"), "--window", "36", "--tokens", "60", "--chunk", "5"]
-    arguments += ["--preset", "int8", "--preset", "int4", "--output", str(folder / "out.json")]
+    arguments += ["--preset", "int8", "--preset", "int4-token", "--output", str(folder / "out.json")]
     arguments += more
     monkeypatch.setattr(sys, "argv", [str(ROOT / "evals" / "fidelity.py"), *arguments])
     assert fidelity.main() == 0
@@ -76,14 +78,14 @@ def test_results(
     assert results["window_indices"][0] == 0 and len(results["window_indices"]) == 2
     assert results["convention"] == "rows joined by two newlines, whole windows, per token"
     presets = results["presets"]
-    assert list(presets) == ["none", "int8", "int4"]
+    assert list(presets) == ["none", "int8", "int4-token"]
     for preset, row in presets.items():
         layers = 0 if preset == "none" else 7
         assert row["pairs_read"] == row["pairs_expected"] == 2 * layers * (35 * 36 // 2 - 1)
         assert len(row["windows"]) == 2
         assert row["kld"] == pytest.approx(sum(window["kld"] for window in row["windows"]) / 2)
         assert row["perplexity"] == pytest.approx(results["reference_perplexity"] * (1 + row["perplexity_change"]))
-    assert presets["none"]["kld"] < 1e-6 < presets["int8"]["kld"] < presets["int4"]["kld"]
+    assert presets["none"]["kld"] < 1e-6 < presets["int8"]["kld"] < presets["int4-token"]["kld"]
     # The checkpoint's 16 bits, though it is measured in float32.
     assert results["dtype"] == "float32"
     assert presets["none"]["bytes_per_token"] == 7168 and presets["none"]["bits_per_value"] == 16
@@ -95,26 +97,27 @@ def test_injection_and_calibration_are_told(
     (tmp_path / "other.txt").write_text(
         40 * "Another text, of which there is enough to calibrate on.\n", encoding="utf-8"
     )
-    hard = ["--inject-outliers", "--inject-bias", "--preset", "int4-untransformed"]
+    hard = ["--inject-outliers", "--inject-bias", "--preset", "int4-token-untransformed"]
+    calibrate = ["--calibrate", str(tmp_path / "other.txt"), "--calibrate-for", "int4-token"]
     plain = run(fidelity, monkeypatch, capsys, tmp_path)
     assert plain["injected_outliers"] is plain["injected_bias"] is plain["calibration"] is None
     injected = run(fidelity, monkeypatch, capsys, tmp_path, *hard)
     assert injected["injected_outliers"] == {"pairs_per_head": 3, "factor": 10.0}
     assert injected["injected_bias"] == {"norm": 100.0} and injected["calibration"] is None
-    calibrated = run(fidelity, monkeypatch, capsys, tmp_path, *hard, "--calibrate", str(tmp_path / "other.txt"))
+    calibrated = run(fidelity, monkeypatch, capsys, tmp_path, *hard, *calibrate)
     told = calibrated["calibration"]
-    assert told["data"] == "other.txt" and len(told["data_sha256"]) == 64 and told["preset"] == "int4"
+    assert told["data"] == "other.txt" and len(told["data_sha256"]) == 64 and told["preset"] == "int4-token"
     assert 512 <= told["tokens"] <= 16384 and len(told["layers"]) == 7
     assert all(layer["has_center"] and layer["placement"] == "weights" for layer in told["layers"].values())
     # The same function but for the bias, which softmax nearly ignores; and what calibration is for.
     assert calibrated["reference_perplexity"] == pytest.approx(injected["reference_perplexity"], rel=1e-3)
     rows = calibrated["presets"]
-    without, added, left = (each["presets"]["int4"]["kld"] for each in (plain, injected, calibrated))
-    hurt = injected["presets"]["int4-untransformed"]["kld"]
+    without, added, left = (each["presets"]["int4-token"]["kld"] for each in (plain, injected, calibrated))
+    hurt = injected["presets"]["int4-token-untransformed"]["kld"]
     for kld in (added, left):
         assert kld - without < 0.05 * (hurt - without), "with or without calibration, most of it is undone"
-    assert rows["int4"]["kld"] < rows["int4-untransformed"]["kld"]
-    assert rows["int4-untransformed"]["config"]["transforms"] == []
+    assert rows["int4-token"]["kld"] < rows["int4-token-untransformed"]["kld"]
+    assert rows["int4-token-untransformed"]["config"]["transforms"] == []
 
 
 def test_a_run_that_cannot_be_is_told_in_a_line(
@@ -199,25 +202,35 @@ def test_bench_results(
     assert results["command"] == "python evals/bench_decode.py --output decode.json"
     case, ragged, padded = results["cases"]
     rows = {row["preset"]: row for row in case["rows"]}
-    assert list(rows) == ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
+    assert list(rows) == ["int8", "int4", "int4-channel", "int4-token", "int4-g32", "k8v4", "fp8"]
     # 2 sequences of 100 tokens, 2 heads of 64, keys and values: codes, and two bytes for each scale and zero.
     assert rows["int8"]["bytes"] == 2 * 100 * 2 * 2 * (64 + 2)
     assert rows["int4-g32"]["bytes"] == 2 * 100 * 2 * 2 * (32 + 2 * 4)
     # Half a block less; the keys of what is left are dense.
     assert rows["int4-channel"]["bytes"] == 2 * (100 - 64) * 2 * (2 * 64 + 32 + 2 * 2)
+    # And the values of the first 4 and the newest 28.
+    assert rows["int4"]["bytes"] == 2 * 2 * ((36 + 4 + 28) * 2 * 64 + 4 * (32 + 2 * 2))
     assert rows["int8"]["gbps"] == pytest.approx(rows["int8"]["bytes"] / 10e-6 / 1e9)
     assert rows["int8"]["share"] == pytest.approx(rows["int8"]["gbps"] / 100)
     assert all(row["relative_error"] < 0.02 and row["speedup"] is None for row in rows.values())
     # Groups of 32 do not divide 40 channels; a ragged batch counts the tokens that it holds.
-    assert [row["preset"] for row in ragged["rows"]] == ["int8", "int4", "int4-channel", "k8v4", "fp8"]
+    assert [row["preset"] for row in ragged["rows"]] == ["int8", "int4", "int4-channel", "int4-token", "k8v4", "fp8"]
     assert 3 <= ragged["shape"]["num_tokens"] < 3 * 70
     assert ragged["rows"][0]["bytes"] == ragged["shape"]["num_tokens"] * 2 * 2 * (40 + 2)
-    assert [row["preset"] for row in results["prompt"]] == ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
+    assert [row["preset"] for row in results["prompt"]] == [
+        "int8",
+        "int4",
+        "int4-channel",
+        "int4-token",
+        "int4-g32",
+        "k8v4",
+        "fp8",
+    ]
     dense = results["prompt"][-1]["dense"]  # the way back: as many bytes in as many microseconds
     assert dense["share"] == results["prompt"][-1]["share"] and "fp8, dequantised" in printed
     # Presets that transform keys are timed without as well.
     assert rows["int8"]["plain"]["share"] == rows["int8"]["share"] and "plain" not in rows["fp8"]
-    assert list(rows["int4"]["single"]) == ["center", "smooth", "rotate"] and "single" not in rows["fp8"]
+    assert list(rows["int4-token"]["single"]) == ["center", "smooth", "rotate"] and "single" not in rows["fp8"]
     assert ragged["rows"][0]["single"] == {}
     assert "int8, plain keys" in printed and "fp8, plain keys" not in printed
     # Presets are measured over pages, too.
@@ -230,10 +243,10 @@ def test_bench_results(
     assert row["planned"]["split_plan_us"] == 10 and all(each["planned"]["share"] for each in padded["rows"])
     assert "int8, split plan" in printed and "planned" not in ragged["rows"][0]
     checks = {(check["unit"], check["case"], check["preset"]): check for check in results["checks"]}
-    assert checks["planned", "64x16k-padded", "int4"]["measured"] == padded["rows"][1]["planned"]["share"]
+    assert checks["planned", "64x16k-padded", "int4-token"]["measured"] == padded["rows"][3]["planned"]["share"]
     assert checks["dense", "prompt", "int8"]["measured"] == results["prompt"][0]["dense"]["share"]
     assert "int8 at prompt: dequantised at 80% of copy bandwidth or more" in printed
-    assert "int4 at 64x16k-padded: at least 80% of read bandwidth with a split plan" in printed
+    assert "int4-token at 64x16k-padded: at least 80% of read bandwidth with a split plan" in printed
     # A few GB/s of 100 miss a share; what was not measured is neither reached nor missed.
     assert checks["share", "64x8k", "int8"]["reached"] is False
     assert (
@@ -250,13 +263,13 @@ def test_bench_lengths(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Padded batches of any lengths: one row for no plan, with the figures for a plan and for pages in it."""
-    words = ("--lengths", "1-60", "40-60", "--batches", "5", "2", "--presets", "int8", "int4")
+    words = ("--lengths", "1-60", "40-60", "--batches", "5", "2", "--presets", "int8", "int4-token")
     results, printed = run_bench(bench, monkeypatch, capsys, tmp_path / "uneven.json", *words)
     assert [case["case"] for case in results["cases"]] == ["5x1-60", "5x40-60", "2x1-60", "2x40-60"]
     for case in results["cases"]:
         shape = case["shape"]
         assert shape["is_padded"] and shape["shortest"] * shape["batch"] <= shape["num_tokens"] <= 60 * shape["batch"]
-        assert [row["preset"] for row in case["rows"]] == ["int8", "int4"] and not case["failures"]
+        assert [row["preset"] for row in case["rows"]] == ["int8", "int4-token"] and not case["failures"]
         for row in case["rows"]:
             assert row["planned"]["share"] == row["pages"]["share"] == row["share"] > 0
     assert not results["prompt"] and "5 x 40 to 60, padded" in printed and "goals" not in printed
@@ -339,9 +352,11 @@ def test_bench_failure_is_named(
         raise RuntimeError("decode: too large")
 
     monkeypatch.setattr(bench.ops, "decode", fail)
-    results, _ = run_bench(bench, monkeypatch, capsys, tmp_path / "decode.json", "--presets", "int8", "int4")
+    results, _ = run_bench(bench, monkeypatch, capsys, tmp_path / "decode.json", "--presets", "int8", "int4-token")
     assert all(case["rows"] == [] for case in results["cases"])
-    assert results["cases"][0]["failures"] == [f"{name}: RuntimeError: decode: too large" for name in ("int8", "int4")]
+    assert results["cases"][0]["failures"] == [
+        f"{name}: RuntimeError: decode: too large" for name in ("int8", "int4-token")
+    ]
     assert all(check["reached"] is None for check in results["checks"] if check["case"] != "prompt")
 
 
@@ -361,7 +376,7 @@ def test_bench_goals_are_of_cases_that_run(monkeypatch: pytest.MonkeyPatch) -> N
     for goal in cases.GOALS:
         assert goal.preset in PRESETS and (goal.case == "prompt" or goal.case in cases.CASES)
         if goal.unit == "share" and goal.case != "prompt":
-            num_bytes = cases.bytes_held(cases.CASES[goal.case], PRESETS[goal.preset])
+            num_bytes = cases.bytes_held(cases.CASES[goal.case], cases.layout_of(goal.preset))
             low, high = {"128x16k": (2e9, 5e9), "16x8k": (130e6, 170e6), "8x8k": (130e6, 170e6)}.get(
                 goal.case, (0.5e9, 2e9)
             )
@@ -447,7 +462,7 @@ def test_generate_results(
     rows = {row["system"]: row for row in second["rows"]}
     assert list(rows) == ["dynamic", "static", "int8", "int4-static"]
     # Two layers, keys and values, two heads of 32: bf16, or codes with scales, and zeros for int4.
-    assert [row["bytes_per_token"] for row in rows.values()] == [512, 512, 8 * (32 + 2), 8 * (16 + 4)]
+    assert [row["bytes_per_token"] for row in rows.values()] == [512, 512, 8 * (32 + 2), FOUR_BITS]
     for row in (second["floor"], *rows.values()):
         context = 64 if row is second["floor"] else 12
         assert row["cache_bytes"] == 2 * (context + 8) * row["bytes_per_token"]
@@ -584,7 +599,7 @@ def test_scenario_results(
         assert list(rows) == systems and scenario["failures"] == []
         # Two layers, keys and values, two heads of 32: bf16, or codes with scales, and zeros for int4.
         sizes = [row["cache_bytes"] for row in rows.values()]
-        assert sizes == [tokens * size for size in (512, 512, 8 * (32 + 2), 8 * (16 + 4), 8 * (16 + 4))]
+        assert sizes == [tokens * size for size in (512, 512, 8 * (32 + 2), FOUR_BITS, FOUR_BITS)]
         for row in rows.values():
             assert len(row["calls_s"]) == 3 and row["first_token_s"] == sorted(row["calls_s"])[1]
             assert row["peak_bytes"] is None
@@ -620,7 +635,7 @@ def test_scenario_of_which_a_part_fails(
         return figures, tokens if options else [*tokens[:7], -1, *tokens[8:]]
 
     monkeypatch.setattr(scenarios, "_decode", fail)
-    words = ("--cases", "assisted:60:32", "--systems", "int4")
+    words = ("--cases", "assisted:60:32", "--systems", "int4-token")
     results, printed = run_generating(generating, monkeypatch, capsys, tmp_path / "scenarios.json", *words)
     (row,) = results["scenarios"][0]["rows"]
     assert row["assistant"] is None and row["failures"] == {"assistant": "OutOfMemoryError: CUDA out of memory."}
@@ -687,14 +702,14 @@ def run_chunking(chunks: ModuleType, monkeypatch: pytest.MonkeyPatch, path: Path
 def test_chunk_results(
     chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    results = run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--presets", "int8", "int4", "fp8")
+    results = run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--presets", "int8", "int4-token", "fp8")
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1]) == results
     one, four, sixteen = results["cases"]
-    assert list(one["us"]) == ["flash", "cudnn", "int8", "int4", "fp8"]
-    assert one["us"]["int8"] == 10 and four["us"]["int4"] == 40 and four["timings"]["int8"]["num_sets"] == 2
-    assert list(four["speedup"]) == ["int8", "int4", "fp8"] and four["speedup"]["int8"] == 1.0
-    assert four["over_one"]["int4"] == 4.0 and list(four["over_one"]) == list(four["us"])
+    assert list(one["us"]) == ["flash", "cudnn", "int8", "int4-token", "fp8"]
+    assert one["us"]["int8"] == 10 and four["us"]["int4-token"] == 40 and four["timings"]["int8"]["num_sets"] == 2
+    assert list(four["speedup"]) == ["int8", "int4-token", "fp8"] and four["speedup"]["int8"] == 1.0
+    assert four["over_one"]["int4-token"] == 4.0 and list(four["over_one"]) == list(four["us"])
     # One token is not compared with itself, nor 16 with one of another batch.
     assert one["over_one"] is sixteen["over_one"] is None
     assert "1 x 200 + 4" in printed and "160.0*" in printed and "40.0*" not in printed
@@ -806,7 +821,18 @@ def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     workloads = {"W1": bench.Workload(6, 40, (5, 12)), "W4": bench.Workload(4, 600, (6, 6), is_shared=True)}
     monkeypatch.setattr(bench, "WORKLOADS", workloads)
     path = tmp_path / "batching.json"
-    words = ["--model", "tiny", "--device", "cpu", "--cache-gb", "0.002", "--systems", "transformers", "none", "int4"]
+    words = [
+        "--model",
+        "tiny",
+        "--device",
+        "cpu",
+        "--cache-gb",
+        "0.002",
+        "--systems",
+        "transformers",
+        "none",
+        "int4-token",
+    ]
     monkeypatch.setattr(sys, "argv", ["bench_batching.py", *words, "--share", "0.5", "--output", str(path)])
     bench.main()
     results = json.loads(path.read_text(encoding="utf-8"))
@@ -814,15 +840,19 @@ def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     for found, requests in zip(results["workloads"], (3, 2), strict=True):
         assert found["requests"] == requests and found["failures"] == []
         rows = {row["system"]: row for row in found["rows"]}
-        assert list(rows) == ["transformers", "none", "int4"]
+        assert list(rows) == ["transformers", "none", "int4-token"]
         # The same bytes hold more codes; both caches hold whole pages.
-        assert rows["transformers"]["room_tokens"] == rows["none"]["room_tokens"] < rows["int4"]["room_tokens"] / 2
+        assert (
+            rows["transformers"]["room_tokens"] == rows["none"]["room_tokens"] < rows["int4-token"]["room_tokens"] / 2
+        )
         for row in rows.values():
             assert 0 < row["most_held_tokens"] <= row["room_tokens"] and 0 < row["mixed_share"] <= 1
             assert 1 <= row["mean_running"] <= requests
             assert row["host_s"] is None  # on a CPU, batching is not asynchronous
     # A second run adds the systems that are missing.
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:-6], "int4", "int8", "--share", "0.5", "--resume", *sys.argv[-2:]])
+    monkeypatch.setattr(
+        sys, "argv", [*sys.argv[:-6], "int4-token", "int8", "--share", "0.5", "--resume", *sys.argv[-2:]]
+    )
     bench.main()
     more = json.loads(path.read_text(encoding="utf-8"))
     assert len(more["commands"]) == 2 and [len(found["rows"]) for found in more["workloads"]] == [4, 4]
@@ -890,13 +920,13 @@ def test_batching_with_memory_in_all(
     monkeypatch.setattr(bench, "WORKING_GB", 0.0001)
     path = tmp_path / "batching.json"
     words = ["--model", "tiny", "--device", "cpu", "--workloads", "W1", "--total-gb", "0.0001", "0.002"]
-    words += ["--weights", "bf16", "half", "--systems", "none", "int4", "--output", str(path), "--resume"]
+    words += ["--weights", "bf16", "half", "--systems", "none", "int4-token", "--output", str(path), "--resume"]
     monkeypatch.setattr(sys, "argv", ["bench_batching.py", *words])
     bench.main()
     results = json.loads(path.read_text(encoding="utf-8"))
     assert "0.002 GB in all" in capsys.readouterr().out
     few, enough = results["workloads"]
-    arms = [("bf16", "none"), ("bf16", "int4"), ("half", "none"), ("half", "int4")]
+    arms = [("bf16", "none"), ("bf16", "int4-token"), ("half", "none"), ("half", "int4-token")]
     assert [bench.arm_of(failure) for failure in few["failures"]] == arms
     assert "0.0001 GB hold no cache beside 0.0 GB of weights" in few["failures"][0]["reason"]
     assert [bench.arm_of(row) for row in enough["rows"]] == arms and enough["failures"] == []

@@ -36,7 +36,7 @@ def save_in_float32(folder: Path) -> str:
 
 def test_chat_continues_from_turn_to_turn_and_from_run_to_run(tmp_path: Path) -> None:
     """Nothing is computed twice: all that the cache holds is part of the next turn."""
-    options = "--max-new-tokens", "6", "--file", "chat.safetensors", "--preset", "int4"
+    options = "--max-new-tokens", "6", "--file", "chat.safetensors", "--preset", "int4-token"
     first = run("chat.py", "--prompt", "The village is located in", "--prompt", "It has a", *options, where=tmp_path)
     reused = [(int(held), int(all_)) for held, all_ in re.findall(r"\[(\d+) of (\d+) tokens", first)]
     assert reused[0][0] == 0 and 0 < reused[1][0] < reused[1][1]

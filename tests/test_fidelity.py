@@ -37,7 +37,7 @@ def test_causal_pairs_are_those_of_a_double_loop(window: int) -> None:
 @pytest.mark.parametrize("first_chunk, chunk_size", [(1, 1), (1, 7), (5, 1), (5, 16)])
 def test_compare(text: Tensor, first_chunk: int, chunk_size: int) -> None:
     model = models.llama()
-    presets = ("none", "int8", "int4")
+    presets = ("none", "int8", "int4-token")
     (results,) = compare(model, text, {name: name for name in presets}, first_chunk=first_chunk, chunk_size=chunk_size)
     none, int8, int4 = (results[name] for name in presets)
     for result in results.values():
@@ -87,7 +87,7 @@ def test_compare_leaves_the_model_as_it_was(text: Tensor) -> None:
     before = model.config._attn_implementation
     compare(model, text, {"int8": "int8"}, chunk_size=16)
     assert model.config._attn_implementation == before
-    with hf_kvquant.patched(model, "int4"):
+    with hf_kvquant.patched(model, "int4-token"):
         patch = hf_kvquant.state.patch_of(model)
         compare(model, text, {"int8": "int8"}, chunk_size=16)
         assert hf_kvquant.state.patch_of(model) is patch

@@ -74,7 +74,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str,
     """Whole files by config."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("whole")
-    static = {"preset": "int4", "max_cache_len": 200}
+    static = {"preset": "int4-token", "max_cache_len": 200}
     return {
         name: saved(folder / name, CONFIGS.get(name, static), model=model).read_bytes() for name in [*NAMES, "static"]
     }

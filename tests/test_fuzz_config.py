@@ -51,7 +51,7 @@ ODD: tuple[Any, ...] = (
         "",
         "x",
         "int8",
-        "int4",
+        "int4-token",
         "fp8",
         "none",
         "k8v4",
@@ -102,7 +102,7 @@ def drawn(dice: random.Random, key: Any) -> Any:
     if dice.random() < 0.15:
         return dice.choice(ODD)
     if key in ("key", "value"):
-        return dice.choice(["int8", "int4", "fp8", "none", drawn_dict(dice, SIDE, ("storage",))])
+        return dice.choice(["int8", "int4-token", "fp8", "none", drawn_dict(dice, SIDE, ("storage",))])
     if key == "layers":
         return {dice.choice((0, 1, "2", 3, *ODD_KEYS)): drawn_layer(dice) for _ in range(dice.randrange(3))}
     return dice.choice(GOOD.get(key, list(ODD)))

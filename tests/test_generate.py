@@ -66,7 +66,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str) -> None:
 
 
 @pytest.mark.full(
-    when=lambda family, preset: preset != "int4" and family not in models.VARIED,
+    when=lambda family, preset: preset != "int4-token" and family not in models.VARIED,
     reason="how a family makes keys and how a preset stores them meet in the cache alone",
 )
 @pytest.mark.parametrize("preset", QUANTIZED)
@@ -89,13 +89,13 @@ def test_presets_attend_to_what_the_reference_decodes(family: str, preset: str) 
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 
 
-@pytest.mark.parametrize("preset", ["int8", "k8v4", "int4", "fp8"])
+@pytest.mark.parametrize("preset", ["int8", "k8v4", "int4-token", "fp8"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 24])
 def test_head_dims(head_dim: int, preset: str) -> None:
     check_against_reference(models.llama(head_dim=head_dim), preset, left_padded())
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "fp8"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_heads_and_dtypes(dtype: torch.dtype, heads: str, preset: str, device: str) -> None:
@@ -134,15 +134,15 @@ def test_eager_attention_before_ours(family: str) -> None:
     expected = greedy(model, left_padded())
     with patched(model, "none"):
         compare.assert_same(logits(greedy(model, left_padded())), logits(expected), "logits")
-    check_against_reference(model, "int4", left_padded())
+    check_against_reference(model, "int4-token", left_padded())
 
 
 def test_long_chunks_over_codes() -> None:
     """Chunks of several queries, each over what came before it."""
     inputs = left_padded(batch=2, tokens=40, pads=(11, 0))
     model = models.llama(num_hidden_layers=1)
-    output = greedy(model, inputs, prefill_chunk_size=7, **with_cache(ReferenceCache(model.config, "int4")))
-    with patched(model, "int4"):
+    output = greedy(model, inputs, prefill_chunk_size=7, **with_cache(ReferenceCache(model.config, "int4-token")))
+    with patched(model, "int4-token"):
         ours = greedy(model, inputs, prefill_chunk_size=7)
     bound = tolerances.model_bound(logits(output), logits(output), torch.float32)
     compare.assert_close(logits(ours), logits(output), bound, "logits")
@@ -154,12 +154,12 @@ def test_long_chunks_over_codes() -> None:
 # depend on the tokens alone, and what lies below a quantised second layer is not quantised.
 CONFIGS: dict[str, Any] = {
     "none": "none",
-    "first_layer": {"preset": "int4", "layers": {1: "none"}},
+    "first_layer": {"preset": "int4-token", "layers": {1: "none"}},
     "last_layer": {"preset": "none", "layers": {1: "int8"}},
-    "static": {"preset": "int4", "layers": {1: "none"}, "static": True},
+    "static": {"preset": "int4-token", "layers": {1: "none"}, "static": True},
 }
 # Not where a crop makes codes dense: what comes then is no longer what it would have been.
-WINDOWED = {"preset": "int4", "sink_length": 2, "residual_length": 3, "layers": {1: "none"}}
+WINDOWED = {"preset": "int4-token", "sink_length": 2, "residual_length": 3, "layers": {1: "none"}}
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 30, "temperature": 1.5},
@@ -363,7 +363,7 @@ def check_unchanged(output: Any, expected: Any) -> None:
 def test_other_cache_implementations_stay_what_they_are(family: str, implementation: str) -> None:
     model, inputs = models.family(family), left_padded()
     expected = greedy(model, inputs, cache_implementation=implementation)
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         check_unchanged(greedy(model, inputs, cache_implementation=implementation), expected)
 
 
@@ -371,7 +371,7 @@ def test_other_cache_implementations_stay_what_they_are(family: str, implementat
 def test_a_cache_of_the_user_stays_what_it_is(make: Any) -> None:
     model, inputs = models.llama(), left_padded()
     expected = greedy(model, inputs, **with_cache(make(config=model.config)), prefill_chunk_size=5)
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         mine = make(config=model.config)
         output = greedy(model, inputs, **with_cache(mine), prefill_chunk_size=5)
     assert cache_of(output) is mine
@@ -381,7 +381,7 @@ def test_a_cache_of_the_user_stays_what_it_is(make: Any) -> None:
 def test_without_a_cache_nothing_changes() -> None:
     model, inputs = models.llama(), left_padded()
     expected = greedy(model, inputs, use_cache=False)
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         output = greedy(model, inputs, use_cache=False)
     assert cache_of(output) is None
     check_unchanged(output, expected)
@@ -390,14 +390,14 @@ def test_without_a_cache_nothing_changes() -> None:
 def test_forward_without_a_cache_is_that_of_the_unpatched_model() -> None:
     model, inputs = models.llama(), left_padded()
     expected = model(**inputs, use_cache=False).logits
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         compare.assert_same(model(**inputs, use_cache=False).logits.detach(), expected.detach(), "logits")
 
 
 def test_training_runs_through_a_patched_model() -> None:
     model = models.build("llama")
     ids = left_padded()["input_ids"]
-    hf_kvquant.patch(model, "int4")
+    hf_kvquant.patch(model, "int4-token")
     model.train()
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -412,14 +412,14 @@ def flag(**options: Any) -> dict[str, Any]:
 
 def test_the_flag_names_another_preset_than_patch_did() -> None:
     model, inputs = models.llama(), left_padded()
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         expected = greedy(model, inputs)
-    options = flag(preset="int4")
+    options = flag(preset="int4-token")
     before = copy.deepcopy(options)
     with patched(model, "fp8"):
         for _ in range(2):  # the same dictionary twice: it is not consumed
             output = greedy(model, inputs, **options)
-            assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4")
+            assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4-token")
             compare.assert_same(logits(output), logits(expected), "logits")
         assert cache_of(greedy(model, inputs)).quant_config == KVQuantConfig.from_preset("fp8")
     assert options == before
@@ -427,9 +427,9 @@ def test_the_flag_names_another_preset_than_patch_did() -> None:
 
 def test_the_flag_without_options_means_what_patch_said() -> None:
     model = models.llama()
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         output = greedy(model, left_padded(), **flag())
-    assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4")
+    assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4-token")
 
 
 def test_the_flag_survives_a_saved_generation_config(tmp_path: Any) -> None:
@@ -452,7 +452,7 @@ def test_the_flag_speaks_the_words_of_transformers() -> None:
 
 def test_the_flag_with_another_backend_is_left_to_transformers() -> None:
     model = models.llama()
-    with patched(model, "int4"), pytest.raises(ValueError, match="nonsense"):
+    with patched(model, "int4-token"), pytest.raises(ValueError, match="nonsense"):
         greedy(model, left_padded(), cache_implementation="quantized", cache_config={"backend": "nonsense"})
 
 
@@ -483,7 +483,7 @@ class Tokens:
 
 def test_streaming() -> None:
     model, streamer = models.llama(), Tokens()
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         output = greedy(model, left_padded(batch=1), streamer=streamer)
     assert streamer.tokens == [*output.sequences[0].tolist(), -1]
 
@@ -494,7 +494,7 @@ def test_a_pipeline() -> None:
     vocabulary = Tokenizer(WordLevel(words, unk_token="w0"))
     vocabulary.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="w0", padding_side="left")
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
         options = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
         texts = generator(["w5 w6 w7", "w8"], batch_size=2, **options)
@@ -530,8 +530,8 @@ def test_a_mask_of_four_dimensions() -> None:
 
 def test_logits_to_keep() -> None:
     model, inputs = models.llama(), left_padded()
-    cache = KVQuantCache(model.config, "int4")
-    with torch.no_grad(), patched(model, "int4"):
+    cache = KVQuantCache(model.config, "int4-token")
+    with torch.no_grad(), patched(model, "int4-token"):
         model(**inputs, **with_cache(cache))
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
         again = copy.deepcopy(cache)
@@ -544,8 +544,8 @@ def test_logits_to_keep() -> None:
 
 def test_a_cache_passed_by_hand_is_the_one_that_patch_makes() -> None:
     model, inputs = models.llama(), left_padded()
-    cache = KVQuantCache(model.config, "int4")
-    with patched(model, "int4"):
+    cache = KVQuantCache(model.config, "int4-token")
+    with patched(model, "int4-token"):
         expected = greedy(model, inputs)
         output = greedy(model, inputs, **with_cache(cache))
     assert cache_of(output) is cache
@@ -573,7 +573,7 @@ def test_a_cache_passed_to_an_unpatched_model_falls_back(config: str, caplog: py
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", ["none", "int4"])
+@pytest.mark.parametrize("preset", ["none", "int4-token"])
 def test_the_decoder_of_an_encoder_decoder(preset: str) -> None:
     """Its own cache may be ours; the one of cross-attention stays with transformers."""
     model = models.bart()
@@ -616,8 +616,8 @@ def test_layers_that_are_not_full_attention_stay_with_transformers(family: str, 
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
 def test_layers_that_share_keys_and_values_append_once(family: str) -> None:
     model, inputs = models.family(family), left_padded()
-    cache = RecordingCache(model.config, "int4")
-    with patched(model, "int4"):
+    cache = RecordingCache(model.config, "int4-token")
+    with patched(model, "int4-token"):
         output = greedy(model, inputs, **with_cache(cache))
     (layer,) = (layer for layer in cache.layers if type(layer) is KVQuantLayer)
     index = cache.layers.index(layer)

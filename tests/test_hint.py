@@ -18,8 +18,8 @@ from hf_kvquant.models.probing import hooked
 from hf_kvquant.preflight import hint
 from hf_kvquant.preflight.signals import read_signals
 
-PLAIN: dict[str, Any] = {"preset": "int4", "transforms": []}
-ROTATED: dict[str, Any] = {"preset": "int4", "transforms": ["rotate"]}
+PLAIN: dict[str, Any] = {"preset": "int4-token", "transforms": []}
+ROTATED: dict[str, Any] = {"preset": "int4-token", "transforms": ["rotate"]}
 WHAT_TO_RUN = (
     "Calibrate it with hf_kvquant.smooth_attention(model, tokenizer, texts) or hf-kvquant calibrate, or take preset "
     "'int8'. hf_kvquant.run_preflight(model) measures the cost."
@@ -44,7 +44,7 @@ def said(caplog: pytest.LogCaptureFixture, model: Any, config: Any) -> list[str]
         (biased, ROTATED, "Qwen2ForCausalLM much quality in 4 bits (layers 0, 1: a key bias of 1"),
         (
             lambda: with_outliers(16.0),
-            "int4",
+            "int4-token",
             "LlamaForCausalLM much quality in 4 bits (layers 0, 1: projection rows of 1",
         ),
         (with_gains, PLAIN, "Qwen3ForCausalLM much quality in 4 bits (layer 0: norm gains of 50 times the median"),
@@ -66,7 +66,7 @@ def test_trouble_is_said_once(make: Any, config: Any, start: str, caplog: pytest
 
 def test_learned_sinks_are_said(caplog: pytest.LogCaptureFixture) -> None:
     family = models.FAMILIES["gpt_oss"]
-    [line] = said(caplog, models.build(family.model_type, **family.options), "int4")
+    [line] = said(caplog, models.build(family.model_type, **family.options), "int4-token")
     assert "learned attention sinks, next to which errors of keys count more)" in line
 
 
@@ -78,19 +78,19 @@ def test_more_bits_need_no_hint(config: str, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt2", "falcon", "opt", "mistral"])
 def test_models_without_trouble_are_left_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
     family = models.FAMILIES.get(name, models.Family(name))
-    for config in ("int4", "int4-channel"):
+    for config in ("int4-token", "int4-channel"):
         assert said(caplog, models.build(family.model_type, **family.options), config) == []
 
 
 def test_calibrated_and_measured_models_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = with_outliers(16.0)
-    result = hf_kvquant.run_preflight(model, "int4")
-    assert said(caplog, model, {"preset": "int4", "max_cache_len": 64}) == [], "its cost is known"
+    result = hf_kvquant.run_preflight(model, "int4-token")
+    assert said(caplog, model, {"preset": "int4-token", "max_cache_len": 64}) == [], "its cost is known"
     assert result.cost is not None and len(said(caplog, model, "int4-g32")) == 1
     for mode in ("fold", "online"):
         model = with_outliers(16.0)
         hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], mode=mode, progress=False)
-        assert said(caplog, model, "int4") == []
+        assert said(caplog, model, "int4-token") == []
 
 
 def test_a_norm_without_a_bias_is_one_with_gains(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +99,7 @@ def test_a_norm_without_a_bias_is_one_with_gains(caplog: pytest.LogCaptureFixtur
     for layer in model.model.layers:
         norm = layer.input_layernorm = torch.nn.LayerNorm(models.HIDDEN_SIZE, bias=False)
         assert rule_of(Output(norm, (1, models.HIDDEN_SIZE), 0)) == "gain"
-    assert len(said(caplog, model, "int4")) == 1
+    assert len(said(caplog, model, "int4-token")) == 1
 
 
 @pytest.mark.parametrize("kind", ["meta", "offloaded", "quantised"])
@@ -115,7 +115,7 @@ def test_weights_that_cannot_be_read_are_left_out(kind: str, caplog: pytest.LogC
             layer.self_attn.k_proj.weight = torch.nn.Parameter(
                 layer.self_attn.k_proj.weight.to(torch.float8_e4m3fn), requires_grad=False
             )
-    assert said(caplog, model, "int4") == []
+    assert said(caplog, model, "int4-token") == []
 
 
 @pytest.mark.parametrize("make", [biased, lambda: with_outliers(16.0), with_gains, build], ids=["b", "o", "g", "none"])
@@ -157,4 +157,4 @@ def gemma4() -> Any:
 @pytest.mark.parametrize("make", [csm, gemma4])
 def test_layers_unlike_those_of_the_config_are_no_obstacle(make: Any) -> None:
     """A part with more layers than the model, and heads of two widths."""
-    hf_kvquant.unpatch(hf_kvquant.patch(make(), "int4"))
+    hf_kvquant.unpatch(hf_kvquant.patch(make(), "int4-token"))

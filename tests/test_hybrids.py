@@ -41,7 +41,7 @@ def first_of(cache: Any) -> Any:
     return next(layer for layer in cache.layers if isinstance(layer, KVQuantHybridLayer))
 
 
-def filled(model: Any, config: Any = "int4", **options: Any) -> KVQuantCache:
+def filled(model: Any, config: Any = "int4-token", **options: Any) -> KVQuantCache:
     cache = KVQuantCache(model.config, config, **options)
     with patched(model, config):
         greedy(model, left_padded(), 4, **with_cache(cache))
@@ -73,7 +73,7 @@ def test_static_caches_are_those_of_transformers(model: Any) -> None:
     assert first_of(cache_of(output)).is_compileable
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel"])
 def test_static_caches_give_the_logits_of_growing_ones(model: Any, preset: str) -> None:
     with patched(model, preset):
         expected = logits(greedy(model, left_padded(), disable_compile=True))
@@ -100,7 +100,7 @@ def test_a_cache_that_was_reset_serves_again(model: Any) -> None:
     cache = filled(model)
     cache.reset()
     assert cache.get_seq_length() == 0 and not any(first_of(cache).has_previous_state.values())
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         expected = greedy(model, left_padded(), 4).sequences
         compare.assert_same(greedy(model, left_padded(), 4, **with_cache(cache)).sequences, expected.cpu(), "tokens")
 
@@ -128,7 +128,7 @@ def test_copies_go_on_alike(model: Any) -> None:
     ids = torch.full((3, 1), 7, device=model.device)
     # Thirteen tokens in rows with three, none and five of padding; twelve are held.
     mask = torch.cat((left_padded()["attention_mask"], torch.ones(3, 4, dtype=torch.int64)), dim=1).to(model.device)
-    with patched(model, "int4"), torch.no_grad():
+    with patched(model, "int4-token"), torch.no_grad():
         expected, *others = (
             model(ids, attention_mask=mask, **with_cache(each)).logits
             for each in (copy.deepcopy(cache), through_pickle(cache), cache)
@@ -166,7 +166,7 @@ def test_states_are_not_captured(model: Any) -> None:
     with pytest.raises(
         NotImplementedError, match=r"`capture` must be False for .*, got True: its layers of type \['hyb"
     ):
-        patch(model, {"preset": "int4", "capture": True})
+        patch(model, {"preset": "int4-token", "capture": True})
 
 
 def test_states_are_not_saved(model: Any, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_states_are_not_simulated(model: Any) -> None:
         "which also keeps a state there. Feed it in chunks."
     )
     with pytest.raises(NotImplementedError) as raised:
-        simulated_cache(model, "int4")
+        simulated_cache(model, "int4-token")
     assert str(raised.value) == message == why_not_simulated(model)
 
 
@@ -205,7 +205,7 @@ def test_keys_have_centers_where_they_have_biases() -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.bias.normal_(std=3.0)
-    transforms = hf_kvquant.key_transforms(model, "int4")
+    transforms = hf_kvquant.key_transforms(model, "int4-token")
     assert all(transforms[index].center is not None for index in range(2))
     with patched(model, "int8"):
         output = greedy(model, left_padded(), 3)

@@ -140,7 +140,7 @@ def test_importing_adds_ops_and_two_implementations_and_nothing_else() -> None:
 
 
 def test_nothing_is_imported_before_it_is_used_and_a_pickle_brings_what_it_needs(tmp_path: pathlib.Path) -> None:
-    model = hf_kvquant.patch(models.build("llama"), "int4")
+    model = hf_kvquant.patch(models.build("llama"), "int4-token")
     ids = torch.arange(1, 9)[None]
     how = {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(ids, **how)

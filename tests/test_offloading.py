@@ -39,12 +39,12 @@ CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 NUM_LAYERS, BATCH, HEAD_DIM = 5, 3, models.HEAD_DIM
 TENSOR = {"storage": "int4", "granularity": "tensor", "symmetric": False}
 CONFIGS: dict[str, dict[str, Any]] = {
-    **{preset: {"preset": preset} for preset in ("none", "int8", "int4", "int4-channel", "fp8")},
-    "windows": {"preset": "int4", "sink_length": 2, "residual_length": 4},
+    **{preset: {"preset": preset} for preset in ("none", "int8", "int4-token", "int4-channel", "fp8")},
+    "windows": {"preset": "int4-token", "sink_length": 2, "residual_length": 4},
     "channel-windows": {"preset": "int4-channel", "sink_length": 3, "residual_length": 9},
     "tensor": {"key": TENSOR, "value": {**TENSOR, "storage": "int8"}},
     "one-side": {"preset": "none", "value": "fp8"},
-    "layers": {"preset": "int4", "layers": {"1": "int8", "3": "none", "4": "int4-channel"}},
+    "layers": {"preset": "int4-token", "layers": {"1": "int8", "3": "none", "4": "int4-channel"}},
 }
 
 
@@ -137,7 +137,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", OPTIONS)
-@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int4-token", "int4-channel"])
 def test_generate_in_other_ways(preset: str, way: str, device: str) -> None:
     model, outputs = small_model(device), []
     inputs = left_padded(tokens=12) if "lookup" not in way else left_padded(1, 12, (0,))
@@ -155,7 +155,7 @@ def test_families(family: str, device: str) -> None:
     """Shared keys and values, layers of transformers in between, attention outside the registry."""
     model, outputs = models.on(device, models.family(family)), []
     for away in (False, True):
-        with patched(model, {"preset": "int4", "offloading": away}):
+        with patched(model, {"preset": "int4-token", "offloading": away}):
             outputs.append(greedy(model, left_padded(), 6))
     compare.assert_same(outputs[1].sequences, outputs[0].sequences.cpu(), "tokens")
     compare.assert_same(logits(outputs[1]), logits(outputs[0]), "logits")
@@ -176,7 +176,7 @@ def test_layers_that_attend_through_one_step_get_its_keys() -> None:
 # --- what is where ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["int4", "layers"])
+@pytest.mark.parametrize("name", ["int4-token", "layers"])
 def test_two_layers_are_there_at_a_time(name: str, device: str) -> None:
     cache = both(CONFIGS[name])[1]
     step(cache, 9, device)
@@ -211,7 +211,7 @@ def test_asking_for_numbers_moves_nothing() -> None:
 
 
 def test_few_layers_stay() -> None:
-    cache = KVQuantCache(models.llama().config, {"preset": "int4", "offloading": True})
+    cache = KVQuantCache(models.llama().config, {"preset": "int4-token", "offloading": True})
     for q_len in (9, 1, 1):
         step(cache, q_len)
     assert residents(cache) == [0, 1]
@@ -229,7 +229,7 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         return slot
 
     monkeypatch.setattr(Offloader, "take_slot", counted)
-    cache = both({"preset": "int4"})[1]
+    cache = both({"preset": "int4-token"})[1]
     for q_len in (9, *(1,) * 6):
         step(cache, q_len)
     assert sum(made) == 2 and len(made) > 6 * (NUM_LAYERS - 2)
@@ -241,7 +241,7 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(kinds) == 1 and set(offloader._free) <= kinds and sum(map(len, offloader._free.values())) <= 2
 
 
-@pytest.mark.parametrize("name", ["int4", "none", "int4-channel", "windows"])
+@pytest.mark.parametrize("name", ["int4-token", "none", "int4-channel", "windows"])
 def test_what_travels_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer once to the GPU, its newest token back."""
     cache = both(CONFIGS[name])[1]
@@ -269,7 +269,7 @@ def test_what_travels_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_memory_goes_with_the_cache() -> None:
-    cache = both({"preset": "int4"})[1]
+    cache = both({"preset": "int4-token"})[1]
     step(cache, 9), step(cache, 1)
     left = [weakref.ref(thing) for thing in (*cache.storages, cache.storages[0].residency._offloader)]
     del cache
@@ -347,7 +347,7 @@ def test_operations_one_after_the_other(name: str, device: str) -> None:
 
 
 def test_memory_that_is_short_loses_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, away = both({"preset": "int4"})
+    plain, away = both({"preset": "int4-token"})
     step(plain, 9, device), step(away, 9, device)
     rows, calls = offloading._rows, []
 
@@ -386,7 +386,7 @@ def test_memory_that_runs_out_between_the_sides(
 ) -> None:
     """Neither side is another one then, nor what steps know of both; the same once more is as if nothing had been."""
     length, change = SECOND_SIDE[name]
-    expected, actual = both({"preset": "int4"})[0], both({"preset": "int4"})[is_away]
+    expected, actual = both({"preset": "int4-token"})[0], both({"preset": "int4-token"})[is_away]
     for cache in (expected, actual):
         if length:
             step(cache, length, device)
@@ -444,14 +444,14 @@ def test_rows_that_are_no_whole_words_are_moved(row_bytes: int) -> None:
 
 
 def test_a_crop_without_a_tail_moves_nothing() -> None:
-    cache = both({"preset": "int4"})[1]
+    cache = both({"preset": "int4-token"})[1]
     step(cache, 9), step(cache, 1)
     before = residents(cache)
     cache.crop(-3)
     assert residents(cache) == before and cache.get_seq_length() == 7
 
 
-@pytest.mark.parametrize("name", ["int4", "channel-windows"])
+@pytest.mark.parametrize("name", ["int4-token", "channel-windows"])
 def test_saved_and_loaded(name: str, device: str, tmp_path: Path) -> None:
     """With or without offloading: where codes are kept is no part of what they are."""
     model, config = small_model(device), CONFIGS[name]
@@ -472,7 +472,7 @@ def test_saved_and_loaded(name: str, device: str, tmp_path: Path) -> None:
 
 
 def test_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model, cache = small_model(), both({"preset": "int4"})[1]
+    model, cache = small_model(), both({"preset": "int4-token"})[1]
     step(cache, 9)
     cache.save(tmp_path / "cache", model)
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cuda",)))
@@ -480,31 +480,34 @@ def test_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ": `offloading` must be False for a layer on cpu, got True: only codes on a GPU can be offloaded to CPU "
         "memory. Leave offloading out, or move the model to a GPU."
     )
-    with patched(model, {"preset": "int4", "offloading": True}), pytest.raises(ValueError, match=f"^layer 0{message}"):
+    with (
+        patched(model, {"preset": "int4-token", "offloading": True}),
+        pytest.raises(ValueError, match=f"^layer 0{message}"),
+    ):
         greedy(model, left_padded())
-    fresh = both({"preset": "int4"})[1]
+    fresh = both({"preset": "int4-token"})[1]
     with pytest.raises(ValueError, match=message):
         step(fresh, 3)
     assert not fresh.storages[0].is_allocated and fresh.get_seq_length() == 0
     with pytest.raises(ValueError, match=rf"^KVQuantCache.load: .*cache{message}"):
         KVQuantCache.load(tmp_path / "cache", model)
-    assert KVQuantCache.load(tmp_path / "cache", model, "int4").get_seq_length() == 9
+    assert KVQuantCache.load(tmp_path / "cache", model, "int4-token").get_seq_length() == 9
 
 
 @pytest.mark.parametrize("options", [{"static": True}, {"max_cache_len": 64}, {"capture": True}])
 def test_refuses_static_caches(options: dict[str, Any]) -> None:
     message = "KVQuantConfig: `offloading` must be False for a static cache, got True: a compiled or captured step"
     with pytest.raises(ValueError, match=message):
-        KVQuantConfig.from_preset("int4", offloading=True, **options)
+        KVQuantConfig.from_preset("int4-token", offloading=True, **options)
     if "max_cache_len" in options:
         message = "KVQuantCache: `max_cache_len` must be None with offloading=True, got 64"
         with pytest.raises(ValueError, match=message):
-            KVQuantCache(small_model().config, {"preset": "int4", "offloading": True}, **options)
+            KVQuantCache(small_model().config, {"preset": "int4-token", "offloading": True}, **options)
 
 
 def test_a_compiled_step_leaves_out_what_comes_and_goes() -> None:
     """The compiler breaks its graph there, or says why it will not, if it must not."""
-    cache, plain = both({"preset": "int4"})[1], both({"preset": "int4"})[0]
+    cache, plain = both({"preset": "int4-token"})[1], both({"preset": "int4-token"})[0]
     step(plain, 9)
 
     def compiled(key: Tensor, index: int) -> Any:
@@ -519,7 +522,7 @@ def test_a_compiled_step_leaves_out_what_comes_and_goes() -> None:
 
 @CUDA_ONLY
 def test_refuses_a_captured_step() -> None:
-    cache = both({"preset": "int4"})[1]
+    cache = both({"preset": "int4-token"})[1]
     step(cache, 9, "cuda"), step(cache, 1, "cuda")
     key = torch.randn(BATCH, 2, 1, HEAD_DIM, device="cuda")
     with pytest.raises(RuntimeError, match="layer 0: `offloading` must be False in a step that is captured, got True"):
@@ -535,7 +538,7 @@ SLOW = 20_000_000  # cycles: some 10 ms, far beyond what anything here takes
 
 @CUDA_ONLY
 @pytest.mark.parametrize("slow", ["copies", "attention", "neither"])
-@pytest.mark.parametrize("name", ["int4", "int4-channel", "none", "windows"])
+@pytest.mark.parametrize("name", ["int4-token", "int4-channel", "none", "windows"])
 def test_copies_and_kernels_wait_for_each_other(name: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, away = both(CONFIGS[name])
     fetch, send = Offloaded.fetch, Offloaded.send
@@ -567,7 +570,7 @@ def test_copies_and_kernels_wait_for_each_other(name: str, slow: str, monkeypatc
 
 @CUDA_ONLY
 def test_a_cache_may_die_while_a_layer_comes() -> None:
-    plain, away = both({"preset": "int4"})
+    plain, away = both({"preset": "int4-token"})
     for cache in (plain, away):
         step(cache, 300, "cuda")
     stream = away.storages[0].residency._offloader.stream(away.storages[0].device)
@@ -603,7 +606,7 @@ def test_memory_of_the_gpu() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_layers_on_two_gpus() -> None:
-    plain, away = both({"preset": "int4"})
+    plain, away = both({"preset": "int4-token"})
     for cache in (plain, away):
         outs = []
         for count, q_len in enumerate((9, 1, 1, 1)):
@@ -621,7 +624,7 @@ def test_layers_on_two_gpus() -> None:
 
 
 def test_the_option_goes_through_json() -> None:
-    config = KVQuantConfig.from_preset("int4", offloading=True)
+    config = KVQuantConfig.from_preset("int4-token", offloading=True)
     assert KVQuantConfig.from_dict(config.to_dict()) == config and config.offloading
     with pytest.raises(TypeError, match="`offloading` must be True or False, got 1"):
         KVQuantConfig(offloading=1)  # type: ignore[arg-type]

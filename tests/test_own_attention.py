@@ -29,7 +29,7 @@ from hf_kvquant.upstream.releases import cache_of, is_since, with_cache
 REGISTERED = ("gptj", "codegen") if is_since("5.24") else ()
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]
 # The keys of the first layer depend on the tokens alone, so that they are the same in two runs to the last bit.
-FIRST_LAYER = {"preset": "int4", "layers": {1: "none"}}
+FIRST_LAYER = {"preset": "int4-token", "layers": {1: "none"}}
 
 
 def build(family: str, **options: Any) -> Any:
@@ -65,7 +65,7 @@ def check(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
 
 @pytest.mark.parametrize("family", OWN)
 def test_static_caches(family: str) -> None:
-    model, inputs, config = models.family(family), left_padded(), {"preset": "int4", "static": True}
+    model, inputs, config = models.family(family), left_padded(), {"preset": "int4-token", "static": True}
     reads_2d_masks = family in ("bloom", "falcon_alibi")
     if reads_2d_masks and not hasattr(model, "create_masks_for_generate"):
         with pytest.raises(NotImplementedError) as raised:
@@ -81,7 +81,7 @@ def test_static_caches(family: str) -> None:
         with patched(model, "int8"), pytest.raises(NotImplementedError, match=r"^generate: `static` must be False"):
             greedy(model, inputs, cache_implementation="quantized", cache_config=flag)
         return
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         expected = greedy(model, inputs)
     with patched(model, config):
         output = greedy(model, inputs)

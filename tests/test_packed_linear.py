@@ -104,7 +104,7 @@ def check_captured(model: Any) -> None:
     outputs = []
     for way in ({"static": True}, {"capture": True}):
         options = {"output_logits": False, "disable_compile": "static" in way}
-        with patched(model, {"preset": "int4", "max_cache_len": 64, **way}):
+        with patched(model, {"preset": "int4-token", "max_cache_len": 64, **way}):
             outputs.append(models.greedy(model, models.left_padded(), 20, **options).sequences)
     expected, found = outputs
     compare.assert_same(found, expected.cpu(), "tokens")

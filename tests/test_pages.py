@@ -25,7 +25,7 @@ WINDOWS = {"sink_length": 4, "residual_length": 40}
 # Presets, some also with dense windows.
 LAYOUTS = {name: KVLayout(*formats) for name, formats in PRESETS.items()}
 LAYOUTS |= {f"{name}:4+40": KVLayout(*PRESETS[name], **WINDOWS) for name in ("int8", "k4v2", "int2", "int4-channel")}
-LAYOUTS |= {"int4:4+0": KVLayout(*PRESETS["int4"], sink_length=4)}
+LAYOUTS |= {"int4-token:4+0": KVLayout(*PRESETS["int4-token"], sink_length=4)}
 PAGED = list(LAYOUTS)
 REFERENCE = "reference"
 CHANNEL = KVLayout(*PRESETS["int4-channel"])
@@ -155,7 +155,7 @@ def test_pages_of_the_reference(name: str) -> None:
 )
 def test_options(options: dict[str, Any], engine: str) -> None:
     torch.manual_seed(1)
-    compared("int4", engine, 128, [230, 613], [40, 20, 1, 80], options)
+    compared("int4-token", engine, 128, [230, 613], [40, 20, 1, 80], options)
 
 
 @given(
@@ -190,7 +190,7 @@ def test_sequences_may_share_pages() -> None:
 TAKEN = {
     f"{name}:{sinks}+{window}": KVLayout(*PRESETS[name], sink_length=sinks, residual_length=window)
     for name, sinks, window in (
-        ("int8", 0, 40), ("k4v2", 4, 40), ("int4", 0, 40), ("int4-channel", 4, 28), ("int4-channel", 0, 0)
+        ("int8", 0, 40), ("k4v2", 4, 40), ("int4-token", 0, 40), ("int4-channel", 4, 28), ("int4-channel", 0, 0)
     )
 }  # fmt: skip
 

@@ -60,13 +60,15 @@ def test_what_is_counted_is_what_the_op_serves(family: str, chunks: tuple[int, i
     """Windows, ALiBi, models with an attention of their own, layers that read those of others, and no kernel at all."""
     model, text = models.family(family), ids()
     with route(model, simulate=False), PairCounter() as seen, torch.inference_mode():
-        stream = Stream(model, text, "int4", Chunks(*chunks), name="int4")
+        stream = Stream(model, text, "int4-token", Chunks(*chunks), name="int4-token")
         assert sum(piece.shape[1] for piece in stream) == TOKENS
     assert stream.pairs_read == seen.pairs
     assert stream.pairs_read + stream.pairs_dequantized == stream.pairs_expected(TOKENS, chunks[0]) > 0
     assert (stream.pairs_read == 0) == (family == "xglm")
     if family != "xglm":
-        simulated = compare(model, text, {"int4": "int4"}, first_chunk=chunks[0], simulate=True)[0]["int4"]
+        simulated = compare(model, text, {"int4-token": "int4-token"}, first_chunk=chunks[0], simulate=True)[0][
+            "int4-token"
+        ]
         assert simulated.pairs_read == simulated.pairs_expected == stream.pairs_expected(TOKENS - 1, chunks[0])
 
 
@@ -114,10 +116,10 @@ def test_nothing_is_counted_that_nobody_asked_for() -> None:
 def test_a_run_that_read_nothing_is_refused(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """... though every number of it is a good one."""
     models.read_nothing(monkeypatch)
-    result = compare(models.llama(), ids(), {"int4": "int4"}, chunk_size=chunk_size)[0]["int4"]
+    result = compare(models.llama(), ids(), {"int4-token": "int4-token"}, chunk_size=chunk_size)[0]["int4-token"]
     assert result.kld.mean() < 1e-6 and result.pairs_read == result.pairs_dequantized == 0
     with pytest.raises(NothingRead, match=r"int4 must read 550 \(query, token\) pairs from codes, got 0\. Some"):
-        check_pairs("int4", dataclasses.replace(result, pairs_expected=550))
+        check_pairs("int4-token", dataclasses.replace(result, pairs_expected=550))
 
 
 @pytest.mark.parametrize("read, dequantized, is_complete", [(7, 0, True), (4, 3, True), (0, 7, True), (6, 0, False),

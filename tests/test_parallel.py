@@ -115,8 +115,8 @@ def check_tokens(whole: Any, sharded: Any, config: Any, num_heads: int) -> list[
 
 def plain(ranks: Ranks) -> None:
     whole, sharded = ranks.load("llama")
-    windows = {"preset": "int4", "sink_length": 2, "residual_length": 4}
-    for config in ("none", "int8", "int4", "int4-channel", {"preset": "int4", "static": True}, windows):
+    windows = {"preset": "int4-token", "sink_length": 2, "residual_length": 4}
+    for config in ("none", "int8", "int4-token", "int4-channel", {"preset": "int4-token", "static": True}, windows):
         for transform in check_tokens(whole, sharded, config, NUM_HEADS // ranks.num_ranks) if config != "none" else ():
             assert transform is None or transform.describe() == "rotate"
 
@@ -125,9 +125,9 @@ def centers_of_biases(ranks: Ranks) -> None:
     """They are found on each rank for its own heads, though only the last has any."""
     whole, sharded = ranks.load("qwen2")
     found = {}
-    for preset in ("int8", "int4"):
+    for preset in ("int8", "int4-token"):
         found = dict(enumerate(check_tokens(whole, sharded, preset, NUM_HEADS // ranks.num_ranks)))
-    for index, transform in hf_kvquant.key_transforms(whole, "int4").items():
+    for index, transform in hf_kvquant.key_transforms(whole, "int4-token").items():
         part = ranks.part(transform.center)
         assert bool(part.any()) == (ranks.rank == ranks.num_ranks - 1)
         torch.testing.assert_close(found[index].center if part.any() else torch.zeros_like(part), part)
@@ -142,7 +142,7 @@ def given_tensors(ranks: Ranks) -> None:
     factors = {0: torch.full(shape, 2.0), 1: 2.0 ** torch.randint(-2, 3, shape)}
     of_model.set_smoothing(whole, factors)
     of_model.set_smoothing(sharded, factors)  # beside centres of biases, which are this rank's from the beginning
-    config = KVQuantConfig.resolve({"preset": "int4", "transforms": ["center", "smooth", "rotate"]})
+    config = KVQuantConfig.resolve({"preset": "int4-token", "transforms": ["center", "smooth", "rotate"]})
     check_tokens(whole, sharded, config, num_heads)
     of_model.set_centers(whole, centers)
     for cut in (lambda tensor: tensor, ranks.part):
@@ -167,7 +167,7 @@ def unsharded_heads(ranks: Ranks) -> None:
     centers = {1: torch.randn(NUM_HEADS, models.HEAD_DIM)}
     for model in (whole, sharded):
         of_model.set_centers(model, centers)
-    _, transform = check_tokens(whole, sharded, "int4", NUM_HEADS)
+    _, transform = check_tokens(whole, sharded, "int4-token", NUM_HEADS)
     assert torch.equal(transform.center, centers[1])
 
 
@@ -178,7 +178,7 @@ def sharded_sinks(ranks: Ranks) -> None:
     attention = "model.layers.*.self_attn"
     plan = {f"{attention}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "sinks")}
     whole, sharded = ranks.load("gpt_oss", {**plan, f"{attention}.o_proj": "rowwise", attention: "local_params"})
-    check_tokens(whole, sharded, "int4", NUM_HEADS // ranks.num_ranks)
+    check_tokens(whole, sharded, "int4-token", NUM_HEADS // ranks.num_ranks)
 
 
 def batched(ranks: Ranks) -> None:
@@ -187,7 +187,7 @@ def batched(ranks: Ranks) -> None:
         return
     whole, sharded = ranks.load("llama")
     prompts = [[5, 6, 7], [4, 8] * 15, [9, 3, 40]]
-    for preset in ("int8", "int4"):
+    for preset in ("int8", "int4-token"):
         answers = []
         for model in (whole, sharded):
             name = f"batched, {preset}, {'whole' if model is whole else 'sharded'}"
@@ -223,7 +223,7 @@ def captured(ranks: Ranks) -> None:
     with recorded(ranks):
         for name in ("llama", "qwen2"):
             whole, sharded = ranks.load(name)
-            for preset, options in (("int4", {}), ("int8", {"do_sample": True, "temperature": 0.7})):
+            for preset, options in (("int4-token", {}), ("int8", {"do_sample": True, "temperature": 0.7})):
                 results = []
                 for model in (whole, sharded):
                     config = {"preset": preset, "capture": model is sharded}
@@ -253,7 +253,7 @@ def refused(ranks: Ranks) -> None:
         "ranks, got 1, which would split a head. Load it on fewer ranks."
     )
     with pytest.raises(ValueError, match=re.escape(f"patch: `model` {message}")):
-        hf_kvquant.patch(sharded, "int4")
+        hf_kvquant.patch(sharded, "int4-token")
     assert sharded.config._attn_implementation == before
     hf_kvquant.enable()
     backend = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant"}}
@@ -343,10 +343,10 @@ def test_offloaded_weights(offloaded_layers: tuple[int, ...], tmp_path: Path) ->
     offloaded = dispatch_model(copy.deepcopy(whole), places, main_device="cpu", offload_dir=tmp_path)
     is_away = [parameter.is_meta for parameter in offloaded.model.layers.parameters()]
     assert any(is_away) and all(is_away) == (len(offloaded_layers) == 2)
-    expected = hf_kvquant.key_transforms(whole, "int4")
-    found = hf_kvquant.key_transforms(offloaded, "int4")
+    expected = hf_kvquant.key_transforms(whole, "int4-token")
+    found = hf_kvquant.key_transforms(offloaded, "int4-token")
     assert expected.keys() == found.keys() == {0, 1}
     for index, transform in found.items():
         assert transform.center is not None and transform.equals(expected[index])
-    for preset in ("int8", "int4"):
+    for preset in ("int8", "int4-token"):
         check_tokens(whole, offloaded, preset, 2)

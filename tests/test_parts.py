@@ -154,14 +154,16 @@ def test_patched_leaves_a_part_as_it_was() -> None:
     model, inputs = blip2()
     attention = model.config.text_config._attn_implementation
     with patched(model.language_model, "int8"):
-        with patched(model, "int4"):
-            assert cache_of(model.generate(**inputs, **SETTINGS)).quant_config == KVQuantConfig.from_preset("int4")
+        with patched(model, "int4-token"):
+            assert cache_of(model.generate(**inputs, **SETTINGS)).quant_config == KVQuantConfig.from_preset(
+                "int4-token"
+            )
         assert patch_of(model) is None
         assert cache_of(model.generate(**inputs, **SETTINGS)).quant_config == KVQuantConfig.from_preset("int8")
     assert patch_of(model.language_model) is None
     assert model.config.text_config._attn_implementation == attention
     patch(model.language_model, "int8")
-    unpatch(patch(model, "int4"))
+    unpatch(patch(model, "int4-token"))
     assert model.config.text_config._attn_implementation == attention
 
 
@@ -351,7 +353,7 @@ def test_a_generate_that_passes_another_cache_is_noticed(monkeypatch: pytest.Mon
 def test_a_part_that_borrows_the_hook_gets_that_of_transformers() -> None:
     """As Kyutai's speech-to-text lends it to its audio codec, which makes the codec's cache."""
     model, borrower = models.build("llama"), models.build("llama")
-    patch(model, "int4")
+    patch(model, "int4-token")
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         setattr(borrower, HOOK, types.MethodType(getattr(each, HOOK).__func__, borrower))
         assert type(cache_of(greedy(borrower, left_padded()))) is DynamicCache

@@ -38,7 +38,7 @@ from hf_kvquant.generate import encoder_decoder
 from hf_kvquant.state import patch_of
 from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
 
-FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
+FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4-token"}}
 
 
 def visible_state(model: PreTrainedModel) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def visible_state(model: PreTrainedModel) -> dict[str, Any]:
 def test_unpatch_undoes_patch(family: str) -> None:
     model = models.build(FAMILIES[family].model_type, **FAMILIES[family].options)
     before, expected = visible_state(model), greedy(model, left_padded())
-    assert patch(model, "int4") is model
+    assert patch(model, "int4-token") is model
     greedy(model, left_padded())
     assert unpatch(model) is model
     assert visible_state(model) == before
@@ -75,14 +75,14 @@ def test_the_attention_implementation_comes_back(attention: str) -> None:
     model = models.build("llama", attention=attention)
     patch(model)
     assert model.config._attn_implementation == {"sdpa": "hf_kvquant", "eager": "hf_kvquant-eager"}[attention]
-    patch(model, "int4")  # over a patched model, what was there before is what was there before
+    patch(model, "int4-token")  # over a patched model, what was there before is what was there before
     unpatch(model)
     assert model.config._attn_implementation == attention
 
 
 def test_patching_twice_replaces_the_config() -> None:
     model = models.build("llama")
-    patch(model, "int4")
+    patch(model, "int4-token")
     patch(model, {"preset": "fp8", "layers": {0: "none"}})
     config = KVQuantConfig.from_preset("fp8", layers={0: "none"})
     assert cache_of(greedy(model, left_padded())).quant_config == config
@@ -105,7 +105,7 @@ def test_unpatch_refuses_an_unpatched_model() -> None:
 def test_other_models_are_untouched() -> None:
     model, other = models.build("llama"), models.llama()
     before, expected = visible_state(other), greedy(other, left_padded())
-    patch(model, "int4")
+    patch(model, "int4-token")
     assert visible_state(other) == before
     output = greedy(other, left_padded())
     assert type(cache_of(output)) is DynamicCache
@@ -130,7 +130,7 @@ def test_a_base_model_without_generate() -> None:
 def test_patched_restores_after_an_exception() -> None:
     model = models.build("llama")
     before = visible_state(model)
-    with pytest.raises(KeyError, match="inside"), patched(model, "int4"):
+    with pytest.raises(KeyError, match="inside"), patched(model, "int4-token"):
         raise KeyError("inside")
     assert visible_state(model) == before
 
@@ -142,23 +142,23 @@ def test_patched_nests() -> None:
     def preset_in_use() -> KVQuantConfig:
         return cache_of(greedy(model, left_padded(), 2)).quant_config
 
-    with patched(model, "int4") as inner:
+    with patched(model, "int4-token") as inner:
         assert inner is model
         with patched(model, "fp8"):
             assert preset_in_use() == KVQuantConfig.from_preset("fp8")
             with patched(model, "none"):
                 assert preset_in_use() == KVQuantConfig.from_preset("none")
             assert preset_in_use() == KVQuantConfig.from_preset("fp8")
-        assert preset_in_use() == KVQuantConfig.from_preset("int4")
+        assert preset_in_use() == KVQuantConfig.from_preset("int4-token")
     assert visible_state(model) == before
 
 
 def test_patched_leaves_a_patched_model_patched() -> None:
     model = models.build("llama")
-    patch(model, "int4")
+    patch(model, "int4-token")
     with pytest.raises(KeyError), patched(model, "fp8"):
         raise KeyError
-    assert cache_of(greedy(model, left_padded(), 2)).quant_config == KVQuantConfig.from_preset("int4")
+    assert cache_of(greedy(model, left_padded(), 2)).quant_config == KVQuantConfig.from_preset("int4-token")
 
 
 def test_patched_with_a_config_that_is_refused_changes_nothing() -> None:
@@ -186,7 +186,7 @@ def through_torch_save(model: Any) -> Any:
 @pytest.mark.parametrize("copier", [copy.deepcopy, through_pickle, through_torch_save])
 def test_a_copy_of_a_patched_model_is_patched_by_itself(copier: Any) -> None:
     model = models.build("llama")
-    patch(model, "int4")
+    patch(model, "int4-token")
     expected = greedy(model, left_padded())
     twin = copier(model)
     assert twin._prepare_cache_for_generation.args == (twin,), "the hook of the copy belongs to the copy"
@@ -201,7 +201,7 @@ def test_a_copy_of_a_patched_model_is_patched_by_itself(copier: Any) -> None:
 def test_nothing_of_ours_is_saved_with_a_model(tmp_path: Path) -> None:
     model = models.build("llama")
     model.save_pretrained(tmp_path / "before")
-    patch(model, "int4")
+    patch(model, "int4-token")
     greedy(model, left_padded())
     model.save_pretrained(tmp_path / "patched")
     for file in ("config.json", "generation_config.json"):
@@ -217,7 +217,7 @@ def test_nothing_of_ours_is_saved_with_a_model(tmp_path: Path) -> None:
 def test_a_state_dict_is_the_same() -> None:
     model = models.build("llama")
     names = list(model.state_dict())
-    patch(model, "int4")
+    patch(model, "int4-token")
     assert list(model.state_dict()) == names
 
 
@@ -239,7 +239,7 @@ def test_the_flag_is_unknown_before_enable() -> None:
 @pytest.mark.usefixtures("enabled")
 def test_enable_makes_the_flag_work_on_every_model() -> None:
     model, other = models.build("llama"), models.llama()
-    with patched(other, "int4"):
+    with patched(other, "int4-token"):
         expected = greedy(other, left_padded())
     for _ in range(2):
         output = greedy(model, left_padded(), **FLAG)
@@ -271,7 +271,7 @@ def test_enable_and_patch_get_along() -> None:
     before = visible_state(model)
     with patched(model, "int8"):
         assert cache_of(greedy(model, left_padded())).quant_config == KVQuantConfig.from_preset("int8")
-        assert cache_of(greedy(model, left_padded(), **FLAG)).quant_config == KVQuantConfig.from_preset("int4")
+        assert cache_of(greedy(model, left_padded(), **FLAG)).quant_config == KVQuantConfig.from_preset("int4-token")
     assert visible_state(model) == before
 
 
@@ -282,7 +282,7 @@ def test_patch_after_enable_restores_what_was_before_both() -> None:
         greedy(model, left_padded(), **FLAG)
     finally:
         hf_kvquant.disable()
-    patch(model, "int4")
+    patch(model, "int4-token")
     assert not cache_of(greedy(model, left_padded())).storages[0].tally.fallbacks
     unpatch(model)
     output = greedy(model, left_padded())
@@ -381,7 +381,7 @@ REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
     ),
     "head_dim": (
         lambda: models.llama(head_dim=20),
-        "int4",
+        "int4-token",
         ValueError,
         "KVFormat: `head_dim` must be a positive multiple of 8, got 20. ",
     ),
@@ -441,7 +441,7 @@ def test_models_without_generate_take_a_cache() -> None:
     """They are what users score or embed text with, a cache passed by hand."""
     whole, ids = models.llama(), left_padded(tokens=12, pads=(0,))["input_ids"]
     scorer = models.randomized(LlamaForSequenceClassification(whole.config)).eval()
-    config = {"preset": "int4", "layers": {1: "none"}}  # below it, both runs quantise the same numbers
+    config = {"preset": "int4-token", "layers": {1: "none"}}  # below it, both runs quantise the same numbers
     for model in (whole.model, scorer):
         caches = DynamicCache(config=model.config), ReferenceCache(model.config, config)
         dense, expected = (in_chunks(model, ids, cache) for cache in caches)
@@ -480,7 +480,7 @@ def test_attention_weights_are_refused_and_the_model_generates_as_before(through
         "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
         "formed. Use hf_kvquant.unpatch, or another cache_implementation."
     )
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         expected = greedy(model, inputs)
         options = FLAG if through == "flag" else {}
         with pytest.raises(NotImplementedError, match=re.escape(message)):
@@ -492,7 +492,7 @@ def test_attention_weights_are_refused_and_the_model_generates_as_before(through
 
 def test_a_bad_flag_is_refused_and_the_model_generates_as_before() -> None:
     model, inputs = models.llama(), left_padded()
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         expected = greedy(model, inputs)
         bad = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "presett": "int8"}}
         with pytest.raises(ValueError, match="unknown key 'presett'. Did you mean 'preset'?"):  # noqa: RUF043
@@ -504,7 +504,7 @@ QUANTIZED = {"cache_implementation": "quantized"}
 NEARLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     **{
         str(backend): (
-            {**QUANTIZED, "cache_config": {**options, "preset": "int4"}},
+            {**QUANTIZED, "cache_config": {**options, "preset": "int4-token"}},
             ValueError,
             "generate: `backend` in cache_config must be 'hf_kvquant' for a cache of this package, got "
             f"{backend!r}. Did you mean 'hf_kvquant'?",
@@ -528,7 +528,7 @@ NEARLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "generate: `cache_config` must be a dictionary, got a KVQuantConfig. Pass its to_dict().",
     ),
     "a preset for a cache": (
-        {CACHE: "int4"},
+        {CACHE: "int4-token"},
         TypeError,
         f"generate: `{CACHE}` must be a cache, got str. "
         "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing.",
@@ -555,7 +555,7 @@ def test_what_nearly_asks_for_a_quantised_cache(name: str, through: str) -> None
     model = models.build("llama")
     before = visible_state(model)
     if through == "patch":
-        patch(model, "int4")
+        patch(model, "int4-token")
     else:
         hf_kvquant.enable()
     try:
@@ -572,9 +572,9 @@ def test_what_nearly_asks_for_a_quantised_cache(name: str, through: str) -> None
 def test_the_dictionary_of_a_config_serves_as_a_flag() -> None:
     model = models.build("llama")
     with patched(model, "int8"):
-        flag = {**QUANTIZED, "cache_config": KVQuantConfig.from_preset("int4").to_dict()}
+        flag = {**QUANTIZED, "cache_config": KVQuantConfig.from_preset("int4-token").to_dict()}
         output = greedy(model, left_padded(), **flag)
-    assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4")
+    assert cache_of(output).quant_config == KVQuantConfig.from_preset("int4-token")
 
 
 @pytest.mark.parametrize("model", ["gpt2", None, models.llama().config], ids=["str", "None", "config"])
@@ -582,10 +582,10 @@ def test_the_dictionary_of_a_config_serves_as_a_flag() -> None:
 def test_what_is_no_model(where: str, model: Any) -> None:
     with pytest.raises(TypeError) as raised:
         if where == "patched":
-            with patched(model, "int4"):
+            with patched(model, "int4-token"):
                 pass
         elif where == "key_transforms":
-            hf_kvquant.key_transforms(model, "int4")
+            hf_kvquant.key_transforms(model, "int4-token")
         else:
             getattr(hf_kvquant, where)(model)
     assert str(raised.value) == (
@@ -656,7 +656,7 @@ def test_idle_buffers_of_another_batch_make_no_cache_longer() -> None:
 def test_static_through_the_flag(spelled: dict[str, Any]) -> None:
     model = models.build("llama")
     flag = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int8", **spelled}}
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         cache = cache_of(greedy(model, left_padded(), **flag))
         assert cache.is_compileable and cache.get_max_length() == spelled.get("max_cache_len", 256)
         assert not cache_of(greedy(model, left_padded())).is_compileable

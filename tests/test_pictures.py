@@ -165,7 +165,7 @@ def test_static_caches(name: str) -> None:
     model, inputs = model_of(name), prompt_of(name)
     outputs = []
     for options in ({}, {"static": True}):
-        with patched(model, {"preset": "int4", "layers": {1: "none"}, **options}):
+        with patched(model, {"preset": "int4-token", "layers": {1: "none"}, **options}):
             outputs.append(greedy(model, inputs, disable_compile=True))
     compare.assert_same(outputs[1].sequences, outputs[0].sequences, "tokens")
     compare.assert_close(logits(outputs[1]), logits(outputs[0]), 1e-3, "logits")
@@ -207,7 +207,7 @@ def test_single_steps_of_a_model_that_always_asks_for_the_mask_of_pictures(has_p
 def test_cross_attention_among_the_layers_stays_with_transformers() -> None:
     """Padding of the text is none of the pictures, whose keys are read as they are at every step."""
     model, inputs = model_of("mllama"), prompt_of("mllama")
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         cache = cache_of(greedy(model, inputs))
         assert [layer.layer_type for layer in report(model).layers if layer.formats is None] == ["cross_attention"]
     assert [type(layer) for layer in cache.layers] == [KVQuantLayer, DynamicLayer, KVQuantLayer]

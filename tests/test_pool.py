@@ -28,7 +28,7 @@ from hf_kvquant.storage.residency import BufferKind
 from hf_kvquant.transforms import of_model
 from hf_kvquant.upstream.releases import cache_of, with_cache
 
-STATIC = {"preset": "int4", "static": True}
+STATIC = {"preset": "int4-token", "static": True}
 
 
 class Owner:
@@ -105,7 +105,7 @@ def test_a_closed_pool_keeps_nothing(when: str) -> None:
 # --- caches of generate -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", "none"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel", "none"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_next_call_finds_the_same_addresses(family: str, preset: str) -> None:
     model = models.build(family)
@@ -246,10 +246,10 @@ def test_announced_crops_have_other_buffers() -> None:
 
 def test_growing_caches_and_those_of_transformers_leave_nothing() -> None:
     model = models.build("llama")
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         greedy(model, left_padded())
         greedy(model, left_padded(), **with_cache(DynamicCache(config=model.config)))
-        greedy(model, left_padded(), **with_cache(KVQuantCache(model.config, "int4", max_cache_len=30)))
+        greedy(model, left_padded(), **with_cache(KVQuantCache(model.config, "int4-token", max_cache_len=30)))
         assert not list(notes_on(model).pool.kinds())
 
 

@@ -22,7 +22,7 @@ from hf_kvquant.models.hashes import plain_tensors
 from hf_kvquant.upstream.releases import with_cache
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-INT4 = {"preset": "int4"}
+INT4 = {"preset": "int4-token"}
 
 
 # --- the op -----------------------------------------------------------------------------------------------------------

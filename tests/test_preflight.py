@@ -37,9 +37,9 @@ from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.state import patch_of
 from hf_kvquant.upstream.releases import cache_of
 
-UNTRANSFORMED: dict[str, Any] = {"preset": "int4", "transforms": []}
-ROTATED: dict[str, Any] = {"preset": "int4", "transforms": ["rotate"]}
-UNSMOOTHED: dict[str, Any] = {"preset": "int4", "transforms": ["center", "rotate"]}
+UNTRANSFORMED: dict[str, Any] = {"preset": "int4-token", "transforms": []}
+ROTATED: dict[str, Any] = {"preset": "int4-token", "transforms": ["rotate"]}
+UNSMOOTHED: dict[str, Any] = {"preset": "int4-token", "transforms": ["center", "rotate"]}
 REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
 
 
@@ -110,8 +110,8 @@ def test_the_smallest_preset_that_is_good_enough_is_picked() -> None:
 def test_layers_are_measured_one_by_one_and_together() -> None:
     """A layer costs more with fewer bits, and all together cost about what they cost one by one."""
     model = build()
-    costs = {name: run_preflight(model, name) for name in ("int8", "int4", "none")}
-    for coarse, fine in zip(costs["int4"].layers, costs["int8"].layers, strict=True):
+    costs = {name: run_preflight(model, name) for name in ("int8", "int4-token", "none")}
+    for coarse, fine in zip(costs["int4-token"].layers, costs["int8"].layers, strict=True):
         assert coarse.kld is not None and fine.kld is not None
         assert coarse.kld > 20 * fine.kld > 0
     for result in costs.values():
@@ -121,7 +121,7 @@ def test_layers_are_measured_one_by_one_and_together() -> None:
 
 def test_a_tighter_goal_takes_more_bits() -> None:
     model = build()
-    bits = {"int4": 4, "int4-channel": 4.5, "k8v4": 6, "int8": 8, "none": 16}
+    bits = {"int4-token": 4, "int4-channel": 4.5, "k8v4": 6, "int8": 8, "none": 16}
     totals = []
     for goal in (0.5, 3e-3, 3e-5, 1e-9):
         result = run_preflight(model, max_kld=goal)
@@ -135,7 +135,11 @@ def test_a_tighter_goal_takes_more_bits() -> None:
 def test_few_tokens_are_run(bits: float | None) -> None:
     """A layer is measured on the end of the text alone, and the layers before it are not run for that."""
     model = build(num_hidden_layers=4, max_position_embeddings=256)
-    options: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()], "presets": ["int4", "int8", "none"]}
+    options: dict[str, Any] = {
+        "tokenizer": models.tokenizer(),
+        "texts": [text()],
+        "presets": ["int4-token", "int8", "none"],
+    }
     options |= {"max_kld": 0.5} if bits is None else {"bits": bits}
     num_tokens = [0] * 4
 
@@ -155,7 +159,7 @@ def test_few_tokens_are_run(bits: float | None) -> None:
 def test_a_replay_gives_the_same_numbers() -> None:
     """To the bit, wherever it begins. A model whose layers do more than they show is measured on all of its text."""
     model, ids = build(num_hidden_layers=3, max_position_embeddings=256), torch.randint(3, models.VOCAB_SIZE, (2, 200))
-    formats = KVQuantConfig.from_preset("int4").formats(0)
+    formats = KVQuantConfig.from_preset("int4-token").formats(0)
     with hf_kvquant.patched(model, "none"), torch.no_grad():
         meter = divergence.Meter(model, ids)
         assert meter._replay is not None and meter._is_replayed(0, 1, 2)
@@ -174,17 +178,17 @@ def test_a_replay_gives_the_same_numbers() -> None:
 
 def test_doubtful_layers_are_measured_on_all_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(max_position_embeddings=256)
-    quick = run_preflight(model, "int4")
+    quick = run_preflight(model, "int4-token")
     for layer in quick.layers:
         assert layer.kld is not None and layer.error is not None and layer.kld + preflight.DOUBT * layer.error < 0.01
     monkeypatch.setattr(preflight, "DOUBT", math.inf)
-    thorough = run_preflight(model, "int4")
+    thorough = run_preflight(model, "int4-token")
     for layer, other in zip(quick.layers, thorough.layers, strict=True):
         assert layer.kld != other.kld == pytest.approx(layer.kld, rel=0.7)
 
 
 def test_the_cost_is_said_in_words() -> None:
-    result = run_preflight(build(), "int4")
+    result = run_preflight(build(), "int4-token")
     assert result.cost is not None and result.kld == result.cost.kld.mean
     same, perplexity = result.cost.same, result.cost.perplexity
     assert 0.5 < same.mean < 1 and 0 < same.error < 0.05 and abs(perplexity.mean) < 0.2 and 0 < perplexity.error < 0.1
@@ -199,7 +203,7 @@ def test_next_tokens_and_perplexity_against_plain_sums() -> None:
     model, ids = build(), torch.randint(3, models.VOCAB_SIZE, (2, 100))
     with hf_kvquant.patched(model, "none"), torch.no_grad():
         meter = divergence.Meter(model, ids)
-        config = KVQuantConfig.from_preset("int4")
+        config = KVQuantConfig.from_preset("int4-token")
         logits = torch.cat(list(meter._run(meter._cache(config))), dim=1)  # of tokens 1 to 99
         cost = meter.cost(config)
     exact, other = (each.float().log_softmax(-1) for each in (torch.cat(meter.reference, dim=1), logits))
@@ -265,7 +269,7 @@ def test_dense_windows_of_a_preset_are_picked_with_it(preset: str) -> None:
 
 def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer alone is within the goal, both are not: the one that costs more moves on."""
-    costs = {"int4": 0.009, "int8": 0.001}
+    costs = {"int4-token": 0.009, "int8": 0.001}
 
     class Meter:
         num_scored, longest = 1, 256
@@ -286,11 +290,11 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
             return divergence.NO_COST._replace(kld=divergence.Estimate(kld, 0.0))
 
     monkeypatch.setattr(preflight, "Meter", Meter)
-    result = run_preflight(build(), presets=["int4", "int8"], max_kld=0.05)
-    assert [layer.name for layer in result.layers] == ["int8", "int4"]
+    result = run_preflight(build(), presets=["int4-token", "int8"], max_kld=0.05)
+    assert [layer.name for layer in result.layers] == ["int8", "int4-token"]
     assert result.spelled() in (
-        "{'preset': 'int8', 'layers': {1: 'int4'}}",
-        "{'preset': 'int4', 'layers': {0: 'int8'}}",
+        "{'preset': 'int8', 'layers': {1: 'int4-token'}}",
+        "{'preset': 'int4-token', 'layers': {0: 'int8'}}",
     )
 
 
@@ -316,7 +320,7 @@ def test_layers_with_other_caches_are_left_out() -> None:
 def test_a_model_without_caches_of_ours_gets_the_first_preset() -> None:
     model = build("mistral", sliding_window=8)
     assert run_preflight(model).layers, "windows are judged"
-    config = KVQuantConfig.from_preset("int4", sliding=False)
+    config = KVQuantConfig.from_preset("int4-token", sliding=False)
     result = run_preflight(model, config)
     assert result.layers == () and result.config == config and result.kld is None
 
@@ -354,19 +358,19 @@ def test_known_killers(killer: Any, config: Any, signal: str, cause: str, remedy
         expected = f"for_model: `preset_or_config` must fit the weights {of_layer}, got int4 ("
     assert message.startswith(expected)
     # With the transforms of the preset, the same format serves.
-    assert run_preflight(model, "int4", measure=measure).is_safe
-    assert KVQuantConfig.for_model(model, "int4", measure=measure) == KVQuantConfig.from_preset("int4")
+    assert run_preflight(model, "int4-token", measure=measure).is_safe
+    assert KVQuantConfig.for_model(model, "int4-token", measure=measure) == KVQuantConfig.from_preset("int4-token")
 
 
 def test_calibration_is_a_remedy() -> None:
     """Factors that are folded into the weights take the signal away, and those that caches apply answer it."""
     model = with_outliers(32.0)
     with pytest.raises(PreflightError, match=r"times the median channel, limit 8\)\. Calibrate factors \(hf_kvquant"):
-        KVQuantConfig.for_model(model, UNSMOOTHED, presets=["int4"])
+        KVQuantConfig.for_model(model, UNSMOOTHED, presets=["int4-token"])
     for mode in ("fold", "online"):
         hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], mode=mode, progress=False)
         for measure in (True, False):
-            assert run_preflight(model, "int4", measure=measure).is_safe
+            assert run_preflight(model, "int4-token", measure=measure).is_safe
         hf_kvquant.unsmooth(model)
 
 
@@ -374,7 +378,7 @@ def test_the_remedy_is_one() -> None:
     model = with_gains()
     result = run_preflight(model, UNTRANSFORMED)
     assert result.problems[0].layer_idx == 0 and 0 in result.remedies
-    config = KVQuantConfig.from_preset("int4", transforms=[], layers=result.remedies)
+    config = KVQuantConfig.from_preset("int4-token", transforms=[], layers=result.remedies)
     assert KVQuantConfig.for_model(model, config) == config
     with pytest.raises(PreflightError, match=r"Or use layers=\{0: '[a-z0-9-]+'\}, which is good enough\. force"):
         result.approved()
@@ -400,7 +404,7 @@ def test_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "LIMIT", 1e-3)
     monkeypatch.setattr(preflight, "LAYER_SHARE", 1e9)
     with pytest.raises(PreflightError) as caught:
-        KVQuantConfig.for_model(build(), "int4")
+        KVQuantConfig.for_model(build(), "int4-token")
     assert caught.value.layer_idx is None and caught.value.value is not None
     message = str(caught.value)
     assert message.startswith(
@@ -415,7 +419,7 @@ def test_picked_presets_may_be_too_few() -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight *= 50
     with pytest.raises(PreflightError, match=r"End `presets` with 'none'\. force=True"):
-        KVQuantConfig.for_model(model, presets=["int4"])
+        KVQuantConfig.for_model(model, presets=["int4-token"])
 
 
 def test_force(caplog: pytest.LogCaptureFixture) -> None:
@@ -469,7 +473,7 @@ def test_a_vocabulary_may_have_padding() -> None:
     with hf_kvquant.patched(model, "none"), torch.no_grad():
         meter = divergence.Meter(model, ids)
         assert meter.cost(KVQuantConfig.from_preset("none")) == divergence.NO_COST
-        cost = meter.cost(KVQuantConfig.from_preset("int4"))
+        cost = meter.cost(KVQuantConfig.from_preset("int4-token"))
     assert 0 < cost.kld.mean < 1 and math.isfinite(cost.perplexity.mean)
 
 
@@ -492,9 +496,9 @@ def test_models_that_cannot_be_patched_are_refused_as_ever() -> None:
     ):
         run_preflight(models.bart())
     with pytest.raises(ValueError, match=r"`layers` must name layers below 2"):
-        run_preflight(build(), {"preset": "int4", "layers": {7: "int8"}})
+        run_preflight(build(), {"preset": "int4-token", "layers": {7: "int8"}})
     with pytest.raises(TypeError, match=r"^run_preflight: `model` must be a transformers PreTrainedModel, got str\."):
-        run_preflight("int4")  # type: ignore[arg-type]
+        run_preflight("int4-token")  # type: ignore[arg-type]
 
 
 # --- what the weights tell --------------------------------------------------------------------------------------------
@@ -536,7 +540,13 @@ def test_eight_bits_bear_more() -> None:
     signals, _ = read_signals(model, where="test")
     ratio = signals[0].channel_ratio
     assert ratio is not None and 16 < ratio < 64
-    for preset, expected in (("int4", ["key channels"]), ("int8", []), ("fp8", []), ("none", []), ("int4-channel", [])):
+    for preset, expected in (
+        ("int4-token", ["key channels"]),
+        ("int8", []),
+        ("fp8", []),
+        ("none", []),
+        ("int4-channel", []),
+    ):
         config = KVQuantConfig.from_preset(preset, transforms=[])
         found = signals[0].findings(config.formats(0), None)
         assert [finding.signal for finding in found if finding.is_harmful] == expected
@@ -545,7 +555,7 @@ def test_eight_bits_bear_more() -> None:
 def test_a_rotation_is_not_all_that_outliers_want() -> None:
     """Rotated outliers are no reason to refuse, but one to pick something else where nothing is measured."""
     signals, _ = read_signals(with_outliers(16.0), where="test")
-    for preset, limit in (("int4", 8), ("int4-channel", 12)):
+    for preset, limit in (("int4-token", 8), ("int4-channel", 12)):
         formats = KVQuantConfig.from_preset(preset).formats(0)
         [found] = [x for x in signals[0].findings(formats, KeyTransform(is_rotated=True)) if x.signal == "key channels"]
         assert found.limit == limit and not found.is_harmful and found.detail.startswith("projection rows of 1")
@@ -554,7 +564,7 @@ def test_a_rotation_is_not_all_that_outliers_want() -> None:
 
 
 def test_small_heads() -> None:
-    result = run_preflight(build(head_dim=48), "int4", measure=False)
+    result = run_preflight(build(head_dim=48), "int4-token", measure=False)
     assert result.is_safe
     notes = result.notes()
     assert "head_dim 48, 2 query heads per key-value head." in notes
@@ -574,7 +584,7 @@ def test_the_reference_model_and_its_killers() -> None:
         model = load()
         spoil(model)
         assert len(run_preflight(model, config, measure=False).problems) == 7
-        assert run_preflight(model, "int4", measure=False).is_safe
+        assert run_preflight(model, "int4-token", measure=False).is_safe
 
 
 # --- weights that cannot be read --------------------------------------------------------------------------------------
@@ -635,7 +645,7 @@ def test_a_model_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         PreflightError, match=r"verdict: the model could not be run \(RuntimeError: no room left\)\. Lo"
     ):
-        KVQuantConfig.for_model(model, "int4")
+        KVQuantConfig.for_model(model, "int4-token")
     # A layer that nobody quantises needs no verdict.
     assert KVQuantConfig.for_model(model, "none") == KVQuantConfig.from_preset("none")
 
@@ -705,8 +715,8 @@ def test_blocks_need_texts_that_fill_them() -> None:
     "options, message",
     [
         (
-            {"presets": "int4"},
-            r"run_preflight: `presets` must be a list of names, got 'int4'\. The default is \['int4-channel', ",
+            {"presets": "int4-token"},
+            r"run_preflight: `presets` must be a list of names, got 'int4-token'\. The default is \['int4-channel', ",
         ),
         ({"presets": []}, r"run_preflight: `presets` must be a list of names, got \[\]\."),
         (
@@ -836,7 +846,7 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
     code, output, error = run(capsys, *arguments, "--force")
     assert code == 0 and error == ""
     assert "Not safe: run_preflight: " in output and output.endswith("hf_kvquant.patch(model, 'fp8')")
-    code, output, error = run(capsys, *arguments[:2], "--preset", "int4", "--weights-only")
+    code, output, error = run(capsys, *arguments[:2], "--preset", "int4-token", "--weights-only")
     assert code == 0 and "Divergences were not measured" in output
 
 
@@ -847,7 +857,10 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
         (["--force"], "`--force` must come with --check, got it alone. Add --check."),
         (["--weights-only"], "`--weights-only` must come with --check, got it alone. Add --check."),
         (["--bits", "4"], "`--bits` must come with --check, got it alone. Add --check."),
-        (["--check", "--bits", "4", "--preset", "int4"], "`--bits` must come without --preset, got both. Leave out "),
+        (
+            ["--check", "--bits", "4", "--preset", "int4-token"],
+            "`--bits` must come without --preset, got both. Leave out ",
+        ),
         (["--check", "--bits", "4", "--weights-only"], "`--bits` must come without --weights-only, got both. Leave "),
         (["--check", "--bits", "0"], "FOLDER cannot be checked. run_preflight: `bits` must be positive and finite, "),
         (["--check", "--rotate-values"], "`--rotate-values` must come without --check, which calibrates nothing"),

@@ -105,7 +105,7 @@ def test_calibration_and_pre_flight_show_what_they_do(
 ) -> None:
     monkeypatch.setattr(tqdm.std, "time", Clock(step=40.0))
     model, tokenizer = models.build("llama"), models.tokenizer()
-    run_preflight(model, tokenizer=tokenizer, texts=[TEXT], presets=["int4", "none"], progress=progress)
+    run_preflight(model, tokenizer=tokenizer, texts=[TEXT], presets=["int4-token", "none"], progress=progress)
     shown = capsys.readouterr().err
     assert ("run_preflight: layer 1, int4, " in shown) == progress
     run_preflight(model, "int8", progress=progress)

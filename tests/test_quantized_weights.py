@@ -256,17 +256,17 @@ def numbers_of(model: Any) -> list[Tensor]:
 
 def calibrated(model: Any) -> Any:
     options: dict[str, Any] = {"num_tokens": 512, "window": 256, "candidates": (0.5,), "progress": False}
-    return smooth_attention(model, tokenizer(), [TEXT], "int4", **options)
+    return smooth_attention(model, tokenizer(), [TEXT], "int4-token", **options)
 
 
 def check_factors_help(model: Any) -> None:
     """Compare a calibrated model with the same factors and centres in plain PyTorch, and with neither."""
-    transforms = key_transforms(model, "int4")
+    transforms = key_transforms(model, "int4-token")
     exact = log_probs(model, DynamicCache(config=model.config))
-    expected = log_probs(model, models.ReferenceCache(model.config, "int4", key_transforms=transforms))
-    rough = log_probs(model, models.ReferenceCache(model.config, "int4", key_transforms={}))
-    with patched(model, "int4"):
-        found = log_probs(model, KVQuantCache(model.config, "int4", key_transforms=transforms))
+    expected = log_probs(model, models.ReferenceCache(model.config, "int4-token", key_transforms=transforms))
+    rough = log_probs(model, models.ReferenceCache(model.config, "int4-token", key_transforms={}))
+    with patched(model, "int4-token"):
+        found = log_probs(model, KVQuantCache(model.config, "int4-token", key_transforms=transforms))
     assert divergence(exact, found).mean() < 0.2 * divergence(exact, rough).mean()
     # Not to the bit: sums in another order may move an 8-bit code of an activation, and all after it.
     assert divergence(expected, found).mean() < 0.2 * divergence(exact, expected).mean()
@@ -300,7 +300,7 @@ def test_tokens_of_the_unpatched_model(load: Callable[..., Any]) -> None:
     else:
         with pytest.raises(NotImplementedError, match="its quantised weights do not work in a static graph"):
             tokens_of(model)
-    patch(model, "int4")
+    patch(model, "int4-token")
     tokens_of(model)
     unpatch(model)
     for now, then in zip(numbers_of(model), before, strict=True):
@@ -357,7 +357,7 @@ def test_folding_is_refused(load: Callable[..., Any]) -> None:
     tokens_of(model)  # some weights are unpacked or packed in the first forward
     before = numbers_of(model)
     with pytest.raises(NotImplementedError, match=r"must have plain weights in .* Or use mode='online'"):
-        smooth_attention(model, tokenizer(), [TEXT], "int4", mode="fold", progress=False)
+        smooth_attention(model, tokenizer(), [TEXT], "int4-token", mode="fold", progress=False)
     with pytest.raises(
         NotImplementedError, match=r"rotate_values: `model` must have plain weights in .* behind values"
     ):
@@ -430,7 +430,9 @@ def test_the_command_calibrates_quantised_checkpoints(
         output = source
     else:
         assert code == 0
-    code, found, _ = run(capsys, "generate", output, "--prompt", PROMPT, "--preset", "int4", "--max-new-tokens", "4")
+    code, found, _ = run(
+        capsys, "generate", output, "--prompt", PROMPT, "--preset", "int4-token", "--max-new-tokens", "4"
+    )
     assert code == 0 and found
 
 
@@ -514,16 +516,16 @@ def test_the_rounding_of_a_checkpoint_is_said_and_can_be_left_out(folder: Path, 
         hook_for_5_24(model)
     check_logits(model, plain, Rounding())
     said = "The checkpoint rounds keys and values to 8-bit float before they are quantised here. "
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         assert said in str(report(model)) and report(model).is_served
-        assert not torch.equal(keys_of(model), keys_of(patch(plain, "int4")))
+        assert not torch.equal(keys_of(model), keys_of(patch(plain, "int4-token")))
     for _ in range(2):  # patching again changes nothing
-        patch(model, "int4", checkpoint_rounding=False)
+        patch(model, "int4-token", checkpoint_rounding=False)
         assert not rounded(model) and "own rounding of keys and values is left out" in str(report(model))
         compare.assert_same(keys_of(model), keys_of(plain), "keys of the last layer")
     with patched(model, "none"), patched(plain, "none"):
         check_logits(model, plain, DynamicCache())
-    with patched(model, "int4", checkpoint_rounding=True):
+    with patched(model, "int4-token", checkpoint_rounding=True):
         assert rounded(model)
     assert not rounded(model), "as before the block"
     patch(model, "int8")

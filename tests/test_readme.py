@@ -68,7 +68,7 @@ def test_a_result_that_changes_changes_the_pages(renderer: ModuleType) -> None:
     results = renderer.load_all()
     before = renderer.parts(results)
     for name in ("fidelity", "real_generate"):
-        results[name]["presets"]["int4"]["perplexity_change"] = 1.0
+        results[name]["presets"]["int4-token"]["perplexity_change"] = 1.0
     after = renderer.parts(results)
     assert {name for name in before if before[name] != after[name]} == {"summary", "quality", "real", "windows"}
     assert "+100.00%" in after["summary"]
@@ -103,7 +103,7 @@ def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> 
         assert after["recipes-larger"].count(f"| `{recipe}` |") == 4
     cells = "38% | 60.0% | +10.0 ± 2.0 | -0.250 ± 0.125 | 75.0%"
     assert f"| `int8` | 8.12 | {cells} | -0.250 ± 0.125 | 75.0% |" in after["recipes-larger"]
-    assert f"| `int4` | 4.25 | {cells} | - | - |" in after["recipes-larger"]
+    assert f"| `int4-token` | 4.25 | {cells} | - | - |" in after["recipes-larger"]
     assert "answers 50.0% correctly" in after["recipes-larger"]
     assert after["ablation-larger"].splitlines()[:-1] == before["ablation"].splitlines()[:-1]
     shown = renderer.plotted_recipes({**results, **measured})
@@ -116,8 +116,8 @@ def test_readme_table(renderer: ModuleType) -> None:
     lines = renderer.summary_table(results, results["cpu_decode"], results["decode"]).splitlines()
     rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])}
     assert set(rows) <= {f"`{name}`" for name in PRESETS} and len(rows) == len(renderer.pictures.SUMMARY_PRESETS)
-    row = next(row for row in results["cpu_decode"]["rows"] if row["preset"] == "int4")
-    assert rows["`int4`"][-1] == f"{row['speedup']:.1f}x"
+    row = next(row for row in results["cpu_decode"]["rows"] if row["preset"] == "int4-token")
+    assert rows["`int4-token`"][-1] == f"{row['speedup']:.1f}x"
 
 
 def test_readme_is_read_in_a_few_minutes() -> None:
@@ -153,7 +153,7 @@ def gpu_results() -> dict[str, Any]:
             "shape": {**shape, "is_ragged": is_ragged},
             "rows": [
                 {"preset": "int8", "median_us": 254.4, "bytes": 1090e6, "share": 0.964, "speedup": 1.941},
-                {"preset": "int4", "median_us": 9.87, "bytes": 570e6, "share": 0.925, "speedup": None},
+                {"preset": "int4-token", "median_us": 9.87, "bytes": 570e6, "share": 0.925, "speedup": None},
             ],
             "peers": [] if best_us is None else peers,
             "best_bf16": None if best_us is None else {"peer": "bf16 torch cuDNN", "median_us": best_us},
@@ -186,7 +186,7 @@ def test_gpu_tables(renderer: ModuleType) -> None:
     assert rows[0] == ["kernel, µs", "64 x 8k, 32/8", "1 x 8k, 32/8"]
     assert rows[2:] == [
         ["hf_kvquant `int8`", "254", "254"],
-        ["hf_kvquant `int4`", "9.9", "9.9"],
+        ["hf_kvquant `int4-token`", "9.9", "9.9"],
         ["torch cuDNN, bf16", "495", "-"],
         ["FBGEMM, 1 group, int4", "560", "-"],
     ]
@@ -204,8 +204,8 @@ def generate_results() -> dict[str, Any]:
 
     ours = [
         row("int8-static", 8.0, 8_000_000_000, 20.0),
-        row("int4-static", 7.0, 4_000_000_000, 21.4),
-        row("int4-capture", 5.0, 4_000_000_000, 0.4),
+        row("int4-token-static", 7.0, 4_000_000_000, 21.4),
+        row("int4-token-capture", 5.0, 4_000_000_000, 0.4),
     ]
     floor = {"step_ms": 6.0}
     return {
@@ -248,14 +248,14 @@ def scenario_results() -> dict[str, Any]:
     slow = {"system": "dynamic", "plain": speed(40.0), "assistant": speed(90.4), "lookup": None}
     slow["failures"] = {"lookup": "TypeError: no lookup"}
     fast = {
-        "system": "int4-capture",
+        "system": "int4-token-capture",
         "plain": speed(150.0),
         "assistant": speed(300.0, is_captured=True, equal=False, equal_tokens=7),
         "lookup": speed(250.0),
     }
     refusal = {"system": "static", "reason": "ValueError: not with static caches."}
-    turns = [first("static", 0.08, 1), first("int4-capture", 0.0512, 1)]
-    prompts = [first("int4-capture", 14.31, 33_000_000_000)]
+    turns = [first("static", 0.08, 1), first("int4-token-capture", 0.0512, 1)]
+    prompts = [first("int4-token-capture", 14.31, 33_000_000_000)]
     return {
         **{key: generate_results()[key] for key in ("dtype", "torch", "transformers", "gpu", "date")},
         "scenarios": [
@@ -274,7 +274,15 @@ def test_scenario_table(renderer: ModuleType) -> None:
     assert rows[2:] == [
         ["transformers, dynamic", "-", "-", "-", "40", "90 (2.4)", "-"],
         ["transformers, static", "80", "-", "-", "-", "-", "-"],
-        ["`int4`, captured", "51", "14.3", "33.0", "150", "300 (2.4, same for 7 tokens)", "250 (2.4, not captured)"],
+        [
+            "`int4-token`, captured",
+            "51",
+            "14.3",
+            "33.0",
+            "150",
+            "300 (2.4, same for 7 tokens)",
+            "250 (2.4, not captured)",
+        ],
     ]
     caption = renderer.render_generate.scenario_caption(results)
     assert "512 new tokens behind 32,768 in the cache" in caption and "131,008 tokens in chunks of 2,048" in caption
@@ -284,8 +292,8 @@ def test_scenario_table(renderer: ModuleType) -> None:
 
 def chunk_results() -> dict[str, Any]:
     """A results file of bench_chunks.py with one case."""
-    us = {"flash": 1511.4, "cudnn": 799.0, "fa3": 850.0, "int8": 1145.0, "int4": 710.0, "fp8": 1200.0}
-    speedup = {"int8": 0.698, "int4": 1.125, "fp8": 0.666}
+    us = {"flash": 1511.4, "cudnn": 799.0, "fa3": 850.0, "int8": 1145.0, "int4-token": 710.0, "fp8": 1200.0}
+    speedup = {"int8": 0.698, "int4-token": 1.125, "fp8": 0.666}
     case = {"batch": 1, "length": 32768, "num_new": 1024, "us": us, "speedup": speedup}
     card = {"gpu": "Some GPU", "torch": "2.11.0", "date": "2026-11-24 10:00 UTC", "head_dim": 128}
     return {**card, "peer_versions": {"flashinfer-python": "0.7.2"}, "cases": [case]}
@@ -295,14 +303,14 @@ def test_chunk_table(renderer: ModuleType) -> None:
     lines = renderer.render_chunks.chunk_table(chunk_results()).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     peers = ["flash, bf16, µs", "cuDNN, bf16, µs", "FlashInfer FA3, bf16, µs"]
-    assert rows[0][1:6] == [*peers, "`int8`, µs", "`int4`, µs"]
+    assert rows[0][1:6] == [*peers, "`int8`, µs", "`int4-token`, µs"]
     assert rows[2:] == [["1 x 32k + 1,024", "1,511", "799", "850", "1,145", "710", "0.70x", "1.12x"]]
     assert "Some GPU, torch 2.11.0, flashinfer 0.7.2, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
 
 
 def test_chunk_pages_sentence(renderer: ModuleType) -> None:
     results = chunk_results()
-    us = {"none": 100.0, "int8": 100.0, "int4": 100.0}
+    us = {"none": 100.0, "int8": 100.0, "int4-token": 100.0}
     cases = {1: (900.0, 900.0, 900.0), 4: (110.0, 80.0, 117.0), 32: (108.0, 99.0, 101.0), 1024: (109.0, 100.0, 105.0)}
     results["cases"] = [
         {"num_new": num_new, "us": us, "pages_us": dict(zip(us, pages, strict=True))}
@@ -317,7 +325,7 @@ def test_chunk_pages_sentence(renderer: ModuleType) -> None:
 def test_host_sentence(renderer: ModuleType) -> None:
     def found(prompt: int, host_s: float, step_s: float) -> dict[str, Any]:
         times = {"host_s": {"median": host_s}, "next_token_s": {"median": step_s}}
-        rows = [{"system": "flash", **times}, {"system": "int4", **times}]
+        rows = [{"system": "flash", **times}, {"system": "int4-token", **times}]
         return {"requests": 64, "prompt": prompt, "rows": rows}
 
     results = {**batching_results(), "workloads": [found(65536, 0.0026, 0.0293), found(1024, 0.0021, 0.0066)]}
@@ -326,7 +334,7 @@ def test_host_sentence(renderer: ModuleType) -> None:
         "With 64 requests of 1,024 tokens each, that takes 2.1 ms of 6.6 ms; of 65,536 tokens each, 2.6 ms of"
         in sentence
     )
-    assert "of 29.3 ms (`int4`, " in sentence and results["gpu"] in sentence
+    assert "of 29.3 ms (`int4-token`, " in sentence and results["gpu"] in sentence
 
 
 def batching_results() -> dict[str, Any]:
@@ -336,7 +344,7 @@ def batching_results() -> dict[str, Any]:
         figures = {"output_tokens_per_s": speed, "most_held_tokens": held, "first_token_s": {"median": first}}
         return {"system": system, **figures}
 
-    theirs, ours = row("flash", 4616.3, 156892, 22.26), row("int4", 8127.0, 562337, 9.1)
+    theirs, ours = row("flash", 4616.3, 156892, 22.26), row("int4-token", 8127.0, 562337, 9.1)
     unique = {"requests": 512, "prompt": 1024, "new": [128, 896], "is_shared": False, "cache_gb": 24.0}
     shared = {"requests": 256, "prompt": 16384, "new": [512, 512], "is_shared": True, "cache_gb": None}
     card = {key: generate_results()[key] for key in ("torch", "transformers", "gpu", "date")}
@@ -366,7 +374,7 @@ def test_batching_table(renderer: ModuleType) -> None:
         ["transformers, sdpa", "-", "229"],
         ["transformers, FlashAttention-2", "4,616", "-"],
         ["`none`: our pages, bf16", "-", "-"],
-        ["`int4`", "8,127", "-"],
+        ["`int4-token`", "8,127", "-"],
         ["`int8`", "-", "3,000"],
     ]
 
@@ -375,7 +383,7 @@ def test_batching_picture(renderer: ModuleType, tmp_path: Path) -> None:
     """One workload is shown, with as many requests, whatever order its memories were measured in."""
     results = batching_results()
     shared, _, unique = results["workloads"]
-    sizes = {"flash": 131072, "int4": 34816, "int8": 67584}
+    sizes = {"flash": 131072, "int4-token": 34816, "int8": 67584}
 
     def found(memory: float, speeds: dict[str, float], **changed: Any) -> dict[str, Any]:
         rows = [
@@ -387,14 +395,14 @@ def test_batching_picture(renderer: ModuleType, tmp_path: Path) -> None:
 
     results["workloads"] = [
         found(100.0, {"flash": 5000.0}),
-        found(24.0, {"int4": 8000.0, "flash": 4600.0}),
-        found(24.0, {"int4": 9.0}, requests=26),
+        found(24.0, {"int4-token": 8000.0, "flash": 4600.0}),
+        found(24.0, {"int4-token": 9.0}, requests=26),
         {**shared, "workload": "W4"},
     ]
     numbers = renderer.render_batching.plotted(results)
     assert numbers["throughput"] == {
         "flash": [[pytest.approx(24.0), 4600.0], [pytest.approx(100.0), 5000.0]],
-        "int4": [[pytest.approx(24.0), 8000.0]],
+        "int4-token": [[pytest.approx(24.0), 8000.0]],
     }
     assert (numbers["requests"], numbers["prompt"], numbers["new"]) == (512, 1024, [128, 896])
     pytest.importorskip("matplotlib")
@@ -422,8 +430,8 @@ def test_parts_of_results_that_may_be_missing(
 
 def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
     numbers = renderer.pictures.plotted_decode(gpu_results())
-    assert numbers["time"] == {"int8": [[8192, 254.4]], "int4": [[8192, 9.87]]}
-    assert numbers["share"] == {"int8": [[1090.0, 0.964]] * 2, "int4": [[570.0, 0.925]] * 2}
+    assert numbers["time"] == {"int8": [[8192, 254.4]], "int4-token": [[8192, 9.87]]}
+    assert numbers["share"] == {"int8": [[1090.0, 0.964]] * 2, "int4-token": [[570.0, 0.925]] * 2}
 
 
 def test_picture_of_steps_has_numbers_at_its_axes(
@@ -444,12 +452,12 @@ def test_picture_of_steps_has_numbers_at_its_axes(
     assert len(seen[0]) == len(numbers["steps"]) and min(min(ticks) for ticks in seen[0]) >= 3
     drawn = renderer.render_itl.DRAWN
     assert len({(look["color"], look["marker"], look.get("linestyle")) for look in drawn.values()}) == len(drawn)
-    assert drawn["int4"]["markerfacecolor"] == "none" and list(drawn)[-1] == "int4"
+    assert drawn["int4-token"]["markerfacecolor"] == "none" and list(drawn)[-1] == "int4-token"
 
 
 def test_generate_picture_shows_the_results(renderer: ModuleType) -> None:
     found = renderer.pictures.plotted_generate(generate_results())
-    ours = {"int4-static": 7.0, "int4-capture": 5.0}
+    ours = {"int4-token-static": 7.0, "int4-token-capture": 5.0}
     assert found["steps"] == {
         "8x16k": {"static": 45.0, "int8-static": 8.0, **ours},
         "64x8k": {"static": None, "int8-static": None, **ours},

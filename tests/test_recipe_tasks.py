@@ -125,7 +125,7 @@ def test_scores_are_those_of_codes(name: str) -> None:
 
 
 def test_batch_size_does_not_change_scores() -> None:
-    names = ("int4", "kivi-2", "int4-channel")
+    names = ("int4-token", "kivi-2", "int4-channel")
     one, eight = (lm_of({name: RECIPES[name] for name in names}, batch_size=size) for size in (1, 8))
     torch.testing.assert_close(scores(one, UNQUANTIZED), scores(eight, UNQUANTIZED), atol=FLOAT_NOISE, rtol=0)
     for name in names:
@@ -137,7 +137,7 @@ def test_batch_size_does_not_change_scores() -> None:
 
 
 def test_caches_are_filled_alike_and_rows_fed_once() -> None:
-    lm = lm_of({"int4": RECIPES["int4"]})
+    lm = lm_of({"int4-token": RECIPES["int4-token"]})
     forwards: list[Any] = []
     hook = lm.model.register_forward_pre_hook(lambda *_: forwards.append(None))
     scores(lm, UNQUANTIZED)
@@ -145,7 +145,7 @@ def test_caches_are_filled_alike_and_rows_fed_once() -> None:
     assert {held for held, _ in lm.chunks} == {TEXT, TEXT + 8}  # one context is longer
     assert sum(lm.chunks.values()) == len(requests()) - 1  # two differ in their last token
     assert count == 3 * len(lm.chunks)  # one reads the contexts of a batch, then one for each cache
-    scores(lm, "int4")
+    scores(lm, "int4-token")
     hook.remove()
     assert len(forwards) == count  # remembered
 
@@ -167,7 +167,7 @@ def test_changes_are_paired_and_averaged_over_tasks() -> None:
     first = {"recipes": {"none": exact, "x": part([1, 0, 0, 0], [0, 0, 0, 1], [-1.5, -2.5, -3.5, -4.5])}, "chunks": []}
     pair = part([1, 0], [0, 1], [-1.0, -1.0])
     second = {"recipes": {"none": pair, "x": pair}, "chunks": [[8, 2, 1]]}
-    found = tasks.summarize([first, second], "x", RECIPES["int4"])
+    found = tasks.summarize([first, second], "x", RECIPES["int4-token"])
     assert found["num_items"] == 6 and found["read_from_codes"] == 1
     assert found["accuracy"] == pytest.approx((0.25 + 0.5) / 2) and found["reference_accuracy"] == 0.5
     assert found["change"] == pytest.approx(-0.125) and found["change_standard_error"] == pytest.approx(0.125)
@@ -237,7 +237,7 @@ def test_command(folder: str, data: Path, capsys: pytest.CaptureFixture[str], mo
     assert content["settings"]["tasks"] == names and content["settings"]["task_context"] == 64
     for name in names:
         part = content["parts"][f"task {name}"]
-        assert list(part["recipes"]) == ["none", "int4", "naive-2"] and len(part["data_sha256"]) == 64
+        assert list(part["recipes"]) == ["none", "int4-token", "naive-2"] and len(part["data_sha256"]) == 64
         assert all(held == 64 for held, _, _ in part["chunks"])
         for found in part["recipes"].values():
             lists = [found["items"][key] for key in ("acc", "answer", "gold_log_likelihood")]
@@ -245,7 +245,7 @@ def test_command(folder: str, data: Path, capsys: pytest.CaptureFixture[str], mo
             assert found["metrics"]["acc"] == pytest.approx(sum(found["items"]["acc"]) / len(ITEMS[name]))
     rows = {name: row["tasks"] for name, row in content["parts"]["summary"]["recipes"].items()}
     assert all(row["num_items"] == 7 and row["read_from_codes"] == 1 for row in rows.values())
-    assert 0 < abs(rows["int4"]["log_likelihood_change"]) < abs(rows["naive-2"]["log_likelihood_change"])
+    assert 0 < abs(rows["int4-token"]["log_likelihood_change"]) < abs(rows["naive-2"]["log_likelihood_change"])
     assert "7 items of piqa, winogrande, lambada_openai" in shown and "fills the cache with 64 tokens" in shown
     with (data / "piqa.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(ITEMS["piqa"][0]) + "\n")

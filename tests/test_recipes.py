@@ -390,7 +390,7 @@ def test_a_forward_over_a_text_is_decoding(
     assert sum(cache.layers[0].pairs_read) == sum(s.coded_pairs(150, prompt) for s in (recipe.key, recipe.value))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int4-channel"])
+@pytest.mark.parametrize("name", ["int8", "int4-token", "int4-channel"])
 def test_our_presets_are_our_cache(name: str, model: PreTrainedModel, layers: list[Layer]) -> None:
     """What the harness shows of keys and values is what a real cache holds, bit for bit."""
     config = KVQuantConfig.from_preset(name)
@@ -599,14 +599,14 @@ def test_command(capsys: pytest.CaptureFixture[str], folder: Path, file: Path, t
     content = json.loads(record.read_text(encoding="utf-8"))
     rows = content["parts"]["summary"]["recipes"]
     assert list(rows) == names.split(",") and content["settings"]["injected_outliers"] == 8
-    assert rows["naive-2"]["kld"] > 5 * rows["int4"]["kld"] > 0
-    assert rows["int4"]["bits_read"]["both"] == rows["int4"]["bits"]["both"] == 4.25
+    assert rows["naive-2"]["kld"] > 5 * rows["int4-token"]["kld"] > 0
+    assert rows["int4-token"]["bits_read"]["both"] == rows["int4-token"]["bits"]["both"] == 4.25
     assert rows["oscar-2"]["bits_read"]["both"] > 10 > 3 > rows["oscar-2"]["bits"]["both"]
     assert all(len(row["drift"]) == 1 and row["drift"][0]["end"] == 24 for row in rows.values())
     # The reference model finds no needles, but with better caches it finds them less unlikely.
     assert all(row["needles"]["accuracy"] is None for row in rows.values())
     changes = {name: abs(row["needles"]["log_likelihood_change"]) for name, row in rows.items()}
-    assert changes["int4"] < changes["naive-2"]
+    assert changes["int4-token"] < changes["naive-2"]
     assert "kvarn-k2v2" in out and "2 texts that the model wrote" in out
     assert "naive-2" in picture.read_text(encoding="utf-8")
     # A second run has nothing left to measure.
@@ -655,7 +655,7 @@ def test_a_budget_of_bits(
 
 
 def test_layers_with_dense_tokens_of_their_own_are_no_recipe() -> None:
-    config = KVQuantConfig.from_dict({"preset": "int2", "layers": {0: "int4"}})
+    config = KVQuantConfig.from_dict({"preset": "int2", "layers": {0: "int4-token"}})
     with pytest.raises(NotImplementedError, match="must have the same dense windows and groups in all layers"):
         ours.of_config("mixed", config, 2)
 

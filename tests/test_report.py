@@ -48,7 +48,7 @@ def found(model: Any, cache: KVQuantCache | None = None) -> list[tuple[str | Non
 
 
 @pytest.mark.parametrize("when", ["before", "after", "cache"])
-@pytest.mark.parametrize("config", ["int4", "int8", "int4-channel", {"preset": "fp8", "static": True}])
+@pytest.mark.parametrize("config", ["int4-token", "int8", "int4-channel", {"preset": "fp8", "static": True}])
 def test_layers_that_a_kernel_serves(config: Any, when: str, device: str) -> None:
     model = models.on(device, models.llama())
     with patched(model, config):
@@ -65,23 +65,23 @@ def test_layers_that_a_kernel_serves(config: Any, when: str, device: str) -> Non
 
 def test_layers_of_their_own_formats() -> None:
     model = models.llama(num_hidden_layers=4)
-    config = {"preset": "int4", "layers": {1: "none", 2: {"preset": "int8", "transforms": []}}}
+    config = {"preset": "int4-token", "layers": {1: "none", 2: {"preset": "int8", "transforms": []}}}
     with patched(model, config):
         layers = found(model)
     assert layers == [
-        ("int4", KERNEL["cpu"], ""),
+        ("int4-token", KERNEL["cpu"], ""),
         ("none", "transformers, over unquantised keys and values", NOT_QUANTIZED),
         ("int8 (no transforms)", KERNEL["cpu"], ""),
-        ("int4", KERNEL["cpu"], ""),
+        ("int4-token", KERNEL["cpu"], ""),
     ]
 
 
 def test_layers_that_transformers_keeps() -> None:
     model = models.family("gemma2")
-    with patched(model, {"preset": "int4", "sliding": False}):
+    with patched(model, {"preset": "int4-token", "sliding": False}):
         output = greedy(model, left_padded())
         for result in (report(model), report(model, cache_of(output))):
-            assert [layer.formats for layer in result.layers] == [None, "int4"] and result.cache == "growing"
+            assert [layer.formats for layer in result.layers] == [None, "int4-token"] and result.cache == "growing"
             assert result.layers[0].kernel == "transformers' own cache"
             assert result.layers[0].reason == "its cache (sliding_attention) is not quantised"
             assert result.is_served, "in the layers whose cache is ours"
@@ -90,13 +90,13 @@ def test_layers_that_transformers_keeps() -> None:
 
 def test_layers_with_a_window_are_ours() -> None:
     model = models.family("gemma2")
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         cache = cache_of(greedy(model, left_padded()))
-        static = KVQuantCache(model.config, "int4", max_cache_len=64)
+        static = KVQuantCache(model.config, "int4-token", max_cache_len=64)
         for result in (report(model), report(model, cache), report(model, static)):
             assert [(layer.layer_type, layer.formats) for layer in result.layers] == [
-                ("sliding_attention", "int4"),
-                ("full_attention", "int4"),
+                ("sliding_attention", "int4-token"),
+                ("full_attention", "int4-token"),
             ]
             assert result.is_served
 
@@ -106,18 +106,18 @@ def test_layers_that_read_the_cache_of_another(family: str) -> None:
     model = models.family(family)
     if count_layers(model.config) == 2:
         pytest.skip("this version of transformers has no cache layers for them")
-    with patched(model, {"preset": "int4", "layers": {1: "int8"}}):
+    with patched(model, {"preset": "int4-token", "layers": {1: "int8"}}):
         cache = cache_of(greedy(model, left_padded()))
         for result in (report(model), report(model, cache)):
             assert [(layer.layer_type, layer.formats, layer.reads) for layer in result.layers] == [
-                ("sliding_attention", "int4", None),
+                ("sliding_attention", "int4-token", None),
                 ("full_attention", "int8", None),
-                ("sliding_attention", "int4", 0),
+                ("sliding_attention", "int4-token", 0),
                 ("full_attention", "int8", 1),
             ]
             assert result.is_served and not re.search("dummy", str(result))
             assert re.search(rf"^3 +reads layer 1 +cpu +{KERNEL['cpu']}", str(result), flags=re.MULTILINE)
-    with patched(model, {"preset": "int4", "sliding": False}):
+    with patched(model, {"preset": "int4-token", "sliding": False}):
         layer = report(model).layers[2]
     assert (layer.formats, layer.reads) == (None, 0)
     assert layer.reason == "its cache (sliding_attention) is not quantised"
@@ -142,7 +142,7 @@ def test_a_cache_that_the_model_adds_layers_to() -> None:
 def test_what_a_model_does_shows_after_it_has_run() -> None:
     """Also where nobody keeps the cache; patching again starts anew."""
     model = models.family("jetmoe")
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         assert report(model).is_served, "nobody can know"
         for steps in (5, 10):
             cache = cache_of(greedy(model, left_padded()))
@@ -151,23 +151,23 @@ def test_what_a_model_does_shows_after_it_has_run() -> None:
         assert [layer.fallbacks for layer in result.layers] == [{LOOKED_INSIDE: 5}] * 2, "of one cache"
         assert not result.is_served
         assert f"5 steps on dequantised tensors: {LOOKED_INSIDE}" in str(result)
-        hf_kvquant.patch(model, "int4")
+        hf_kvquant.patch(model, "int4-token")
         assert report(model).is_served
 
 
 def test_a_model_that_is_not_routed_through_us(caplog: pytest.LogCaptureFixture) -> None:
     model = models.build("xglm", **models.FAMILIES["xglm"].options)  # one that has not been told of
     reason = "XGLMForCausalLM computes attention by itself, outside transformers' registry"
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         assert f"patch: {reason}, so it attends to dequantised tensors." in caplog.text
-        assert found(model) == [("int4", "transformers, over dequantised tensors", reason)] * 2
+        assert found(model) == [("int4-token", "transformers, over dequantised tensors", reason)] * 2
 
 
 @pytest.mark.parametrize("family", ["bloom", "gptj"])
 def test_attention_outside_the_registry_that_we_know(family: str) -> None:
     model = models.family(family)
-    with patched(model, "int4"):
-        assert found(model) == [("int4", KERNEL["cpu"], "")] * 2
+    with patched(model, "int4-token"):
+        assert found(model) == [("int4-token", KERNEL["cpu"], "")] * 2
 
 
 def test_a_model_that_is_not_patched() -> None:
@@ -192,10 +192,10 @@ def test_kinds_of_caches(config: dict[str, Any], kind: str, monkeypatch: pytest.
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
     monkeypatch.setitem(capture.RUNNERS, "cpu", capture.CudaGraph)
     model = models.llama()
-    with patched(model, {"preset": "int4", **config}):
+    with patched(model, {"preset": "int4-token", **config}):
         assert report(model).cache == kind
     if not config:
-        assert report(model, KVQuantCache(model.config, "int4", max_cache_len=64)).cache == "static"
+        assert report(model, KVQuantCache(model.config, "int4-token", max_cache_len=64)).cache == "static"
 
 
 # --- where there are no kernels ---------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_kinds_of_caches(config: dict[str, Any], kind: str, monkeypatch: pytest.
 def test_without_an_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "extension", lambda: ImportError("no file"))
     model = models.llama()
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         result = report(model)
     reason = (
         "no compiled kernels for cpu (no file). Install a compiler and reinstall: pip install --no-build-isolation ."
@@ -275,16 +275,16 @@ def test_weights_that_are_not_in_memory() -> None:
 
 def test_the_cost_is_reported_where_it_was_measured() -> None:
     model = models.build("llama")
-    measured = run_preflight(model, "int4", max_kld=10.0)
+    measured = run_preflight(model, "int4-token", max_kld=10.0)
     with patched(model, "int8"):
         assert report(model).cost == ""
-    with patched(model, {"preset": "int4", "static": True}):
+    with patched(model, {"preset": "int4-token", "static": True}):
         result = report(model)
         assert result.cost == measured.described_cost() and str(result).endswith(result.cost)
         assert result.cost.startswith("All layers together: the same next token after ")
     text = "".join(chr(33 + number % 90) for number in range(0, 7 * 2400, 7))
     calibration = smooth_attention(model, models.tokenizer(), [text], progress=False)
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         layers = calibration.layers
         errors = [(layer.error_before, layer.error_after) for layer in layers]
         before, after = (sum(each) / len(layers) for each in zip(*errors, strict=True))
@@ -295,7 +295,7 @@ def test_the_cost_is_reported_where_it_was_measured() -> None:
 
 def test_a_report_is_data() -> None:
     model = models.family("jetmoe")
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         greedy(model, left_padded())
         result = report(model)
     assert isinstance(result, Report) and isinstance(result.layers[0], LayerReport)
@@ -303,7 +303,7 @@ def test_a_report_is_data() -> None:
     assert data["layers"][1] == {
         "layer_idx": 1,
         "layer_type": "full_attention",
-        "formats": "int4",
+        "formats": "int4-token",
         "device": "cpu",
         "kernel": KERNEL["cpu"],
         "reason": "",
@@ -396,9 +396,9 @@ def test_results_are_tables_in_a_notebook_and_one_line_elsewhere() -> None:
     model = models.build("llama", hidden_size=128, max_position_embeddings=128)
     texts, tokenizer = [60 * models.SENTENCE], models.tokenizer(model_max_length=128)
     found = [
-        hf_kvquant.smooth_attention(model, tokenizer, texts, "int4", window=64),
-        hf_kvquant.run_preflight(model, "int4", tokenizer=tokenizer, texts=texts),
-        hf_kvquant.report(hf_kvquant.patch(model, "int4")),
+        hf_kvquant.smooth_attention(model, tokenizer, texts, "int4-token", window=64),
+        hf_kvquant.run_preflight(model, "int4-token", tokenizer=tokenizer, texts=texts),
+        hf_kvquant.report(hf_kvquant.patch(model, "int4-token")),
     ]
     lines = [repr(each) for each in found]
     for line, page in zip(lines, (each._repr_html_() for each in found), strict=True):
@@ -406,6 +406,6 @@ def test_results_are_tables_in_a_notebook_and_one_line_elsewhere() -> None:
         assert "tensor(" not in page and page.count("<tr>") >= 2 and page.count("<td>") % (page.count("<tr>") - 1) == 0
     smoothing, preflight, report = lines
     assert smoothing.startswith("<SmoothingResult: ") and " of 2 layers with factors, " in smoothing
-    assert preflight.startswith("<Preflight: 'int4', ") and " nats per token, " in preflight
+    assert preflight.startswith("<Preflight: 'int4-token', ") and " nats per token, " in preflight
     assert report.startswith("<Report: LlamaForCausalLM, growing cache, ") and "2 quantised layers" in report
     assert "tensor" not in repr(found[0].layers[0])  # type: ignore[attr-defined]

@@ -146,26 +146,26 @@ def test_a_ring_holds_and_attends_to_what_plain_planes_do(engine: str, formats: 
 @pytest.mark.parametrize("preset", ["int8", "int4-channel", "none"])
 def test_with_tokens_that_stay_dense(engine: str, preset: str, residual_length: int) -> None:
     """Of `none` keys, so that one side has a tail and the other has not."""
-    formats = (PRESETS["none"][0], PRESETS["int4"][1]) if preset == "none" else PRESETS[preset]
+    formats = (PRESETS["none"][0], PRESETS["int4-token"][1]) if preset == "none" else PRESETS[preset]
     walk(engine, case_of(formats, residual_length))
 
 
 @pytest.mark.parametrize("kind", ["center+smooth+rotate", "rotate"])
 @pytest.mark.parametrize("residual_length", [0, 30])
-@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int4-token", "int4-channel"])
 def test_with_transformed_keys(engine: str, preset: str, kind: str, residual_length: int) -> None:
     walk(engine, case_of(PRESETS[preset], residual_length), make_transform(kind, 64))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", "fp8", "none"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel", "fp8", "none"])
 def test_in_16_bits_with_every_extra(engine: str, preset: str, dtype: torch.dtype) -> None:
     case = case_of(PRESETS[preset], dtype=dtype, num_q_per_kv=4)
     extras = {"sinks": torch.randn(8), "alibi_slopes": torch.rand(8) / 16, "softcap": 5.0, "num_splits": 3}
     walk(engine, case, **extras)
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel"])
 def test_in_16_bits_with_many_rows(engine: str, preset: str) -> None:
     """Of 38 and 39 tokens so many that a chunk kernel serves them, here with nothing that changes scores."""
     walk(engine, case_of(PRESETS[preset], dtype=torch.bfloat16, num_q_per_kv=8))

@@ -37,7 +37,7 @@ from hf_kvquant.upstream.releases import cache_of, with_cache
 BATCH, KV_HEADS, Q_HEADS, HEAD_DIM = 3, 2, 4, models.HEAD_DIM
 PADS = (3, 0, 70)
 WINDOWS = (2, 6, 65, 130)
-DENSE = {"preset": "int4", "residual_length": 9}
+DENSE = {"preset": "int4-token", "residual_length": 9}
 DENSE_BLOCKS = {"preset": "int4-channel", "residual_length": 70}
 TENSOR = {"key": {"storage": "int8", "granularity": "tensor"}, "value": "fp8"}
 CONFIGS: dict[str, Any] = {
@@ -183,7 +183,7 @@ def test_first_chunks(first: int, config: Any) -> None:
         pair.give(tokens)
 
 
-@pytest.mark.parametrize("config", ["none", "int4", "int4-channel", DENSE_BLOCKS], ids=str)
+@pytest.mark.parametrize("config", ["none", "int4-token", "int4-channel", DENSE_BLOCKS], ids=str)
 @pytest.mark.parametrize("window", [6, 130])
 def test_memory_is_that_of_the_window(window: int, config: Any) -> None:
     pair = Pair(window, config)
@@ -303,7 +303,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str, prompt: d
     compare.assert_same(logits(output), logits(expected), "logits")
 
 
-@pytest.mark.parametrize("preset, prompt", [("int8", "short"), ("int4", "long"), ("int4-channel", "long")])
+@pytest.mark.parametrize("preset, prompt", [("int8", "short"), ("int4-token", "long"), ("int4-channel", "long")])
 @pytest.mark.parametrize("family", SLIDING)
 def test_presets_attend_to_what_the_reference_decodes(family: str, prompt: str, preset: str) -> None:
     _, cache = check_against_reference(model_of(family), preset, PROMPTS[prompt], new_tokens=16)
@@ -311,12 +311,17 @@ def test_presets_attend_to_what_the_reference_decodes(family: str, prompt: str, 
 
 
 @pytest.mark.full(
-    when=lambda family, config: config == "int4" or family == "mistral",
+    when=lambda family, config: config == "int4-token" or family == "mistral",
     reason="each takes 260 steps; rings of these families and presets are filled by prompts above",
 )
 @pytest.mark.parametrize(
     "family, config, new_tokens",
-    [("gemma2", "int8", 260), ("gpt_oss", "int4", 260), ("gpt_oss", DENSE, 270), ("mistral", "int4-channel", 270)],
+    [
+        ("gemma2", "int8", 260),
+        ("gpt_oss", "int4-token", 260),
+        ("gpt_oss", DENSE, 270),
+        ("mistral", "int4-channel", 270),
+    ],
     ids=str,
 )
 def test_long_texts_drop_tokens(family: str, config: Any, new_tokens: int) -> None:
@@ -326,7 +331,7 @@ def test_long_texts_drop_tokens(family: str, config: Any, new_tokens: int) -> No
     assert rings and all(ring.length > ring.capacity for ring in rings)
 
 
-@pytest.mark.parametrize("config", ["int8", "int4", "int4-channel", DENSE], ids=str)
+@pytest.mark.parametrize("config", ["int8", "int4-token", "int4-channel", DENSE], ids=str)
 def test_half_precision(config: Any, device: str) -> None:
     model = models.on(device, model_of("mistral", dtype=torch.bfloat16))
     exact = copy.deepcopy(model).float()
@@ -340,7 +345,7 @@ def test_eager_attention_before_ours(family: str) -> None:
     expected = greedy(model, PROMPTS["long"], 12)
     with patched(model, "none"):
         compare.assert_same(logits(greedy(model, PROMPTS["long"], 12)), logits(expected), "logits")
-    check_against_reference(model, "int4", PROMPTS["long"])
+    check_against_reference(model, "int4-token", PROMPTS["long"])
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -350,7 +355,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("config", ["none", {"preset": "int4", "layers": {1: "none"}}], ids=["none", "int4"])
+@pytest.mark.parametrize(
+    "config", ["none", {"preset": "int4-token", "layers": {1: "none"}}], ids=["none", "int4-token"]
+)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_generate_features(feature: str, config: Any) -> None:
     model, inputs = model_of("gemma3_text"), PROMPTS["long"]
@@ -366,7 +373,9 @@ def test_generate_features(feature: str, config: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [4, 30])
-@pytest.mark.parametrize("config", ["none", {"preset": "int4", "layers": {1: "none"}}], ids=["none", "int4"])
+@pytest.mark.parametrize(
+    "config", ["none", {"preset": "int4-token", "layers": {1: "none"}}], ids=["none", "int4-token"]
+)
 @pytest.mark.parametrize("helper", ["lookup", "assistant", "itself"])
 def test_steps_that_are_taken_back(helper: str, config: Any, tokens: int) -> None:
     """What an assistant proposes is cropped again, over and over, past the window."""
@@ -594,7 +603,9 @@ def test_a_crop_is_refused_where_transformers_refuses_it(tokens: int) -> None:
 
 
 def test_what_a_ring_is() -> None:
-    cache = KVQuantCache(models.family("gemma2").config, {"preset": "int4", "sink_length": 4, "residual_length": 8})
+    cache = KVQuantCache(
+        models.family("gemma2").config, {"preset": "int4-token", "sink_length": 4, "residual_length": 8}
+    )
     ring, full = cache.layers
     assert repr(ring) == (
         "KVQuantRingLayer(key int4-head-asymmetric-clip0.9375, value int4-head-asymmetric, "
@@ -614,14 +625,14 @@ def test_windows_may_stay_with_transformers() -> None:
         output = greedy(model, inputs, 12)
     assert type(cache_of(output).layers[0]) is DynamicSlidingWindowLayer
     compare.assert_same(logits(output), logits(expected), "logits")
-    with patched(model, {"preset": "int4", "sliding": False}):
+    with patched(model, {"preset": "int4-token", "sliding": False}):
         check = greedy(model, inputs, 12)
     assert len(cache_of(check).storages) == 1
 
 
 def test_rings_are_not_offloaded() -> None:
     """They do not grow; transformers leaves its own on the GPU too."""
-    cache = KVQuantCache(models.family("gemma2").config, {"preset": "int4", "offloading": True})
+    cache = KVQuantCache(models.family("gemma2").config, {"preset": "int4-token", "offloading": True})
     assert [type(storage) for storage in cache.storages] == [LayerStore, LayerStore]
 
 
@@ -629,7 +640,7 @@ def test_one_layer_of_another_format() -> None:
     """The first ring's mask is that of all of them."""
     check_against_reference(
         model_of("mistral", num_hidden_layers=3),
-        {"preset": "int4", "layers": {0: "none", 2: {"preset": "int4-channel", "residual_length": 5}}},
+        {"preset": "int4-token", "layers": {0: "none", 2: {"preset": "int4-channel", "residual_length": 5}}},
         PROMPTS["long"],
         new_tokens=12,
     )

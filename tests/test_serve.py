@@ -76,7 +76,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(folder: str) -> Alone:
-    return Alone(folder, "int4")
+    return Alone(folder, "int4-token")
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

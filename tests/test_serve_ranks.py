@@ -68,7 +68,7 @@ def test_ranks_answer_together_and_end_together(launched: tuple[subprocess.Popen
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    with hf_kvquant.patched(model, "int4"):
+    with hf_kvquant.patched(model, "int4-token"):
         out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
     expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     body = {"prompt": PROMPT, "max_tokens": NEW_TOKENS}

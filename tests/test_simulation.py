@@ -21,7 +21,7 @@ OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_
 CONFIGS = {
     "none": KVQuantConfig.from_preset("none"),
     "k8v4": KVQuantConfig.from_preset("k8v4"),
-    "int4-windows": KVQuantConfig.from_preset("int4", sink_length=2, residual_length=9),
+    "int4-windows": KVQuantConfig.from_preset("int4-token", sink_length=2, residual_length=9),
     "fp8": KVQuantConfig.from_preset("fp8"),
 }
 
@@ -100,7 +100,7 @@ def test_texts_may_have_first_chunks_of_their_own(family: str, implementation: s
 def test_a_patched_model_stays_patched(family: str) -> None:
     model, ids = models.family(family), torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
     compared = [compare(model, ids, {"int8": "int8"}, simulate=True)[0]["int8"].kld]
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         compared.append(compare(model, ids, {"int8": "int8"}, simulate=True)[0]["int8"].kld)
         assert why_dense(model) is None and cache_of(greedy(model, {"input_ids": ids})).num_bytes > 0
     assert torch.equal(*compared)

@@ -301,10 +301,10 @@ def test_the_outliers_of_keys_are_found_and_taken_out() -> None:
 def test_a_quantised_cache_is_nearer_to_the_exact_one() -> None:
     model = with_outliers()
     ids = models.tokenizer()(OTHER, return_tensors="pt").input_ids
-    without = {"preset": "int4", "transforms": ["center", "rotate"]}  # else caches find factors by themselves
-    before = compare(model, ids, {"int4": without}, chunk_size=8)[0]["int4"]
-    smooth(model, "int4")
-    after = compare(model, ids, {"int4": "int4"}, chunk_size=8)[0]["int4"]
+    without = {"preset": "int4-token", "transforms": ["center", "rotate"]}  # else caches find factors by themselves
+    before = compare(model, ids, {"int4-token": without}, chunk_size=8)[0]["int4-token"]
+    smooth(model, "int4-token")
+    after = compare(model, ids, {"int4-token": "int4-token"}, chunk_size=8)[0]["int4-token"]
     assert torch.equal(after.reference_nll, before.reference_nll)
     assert after.kld.mean() < 0.6 * before.kld.mean()
 
@@ -329,7 +329,7 @@ def test_a_choice_has_to_gain_more_than_noise() -> None:
 
 def test_errors_are_those_of_the_format_asked_for() -> None:
     model = build("llama")
-    coarse = smooth(copy.deepcopy(model), "int4", candidates=(0.0,))
+    coarse = smooth(copy.deepcopy(model), "int4-token", candidates=(0.0,))
     fine = smooth(copy.deepcopy(model), "k8v4", candidates=(0.0,))
     for four_bits, eight_bits in zip(coarse.layers, fine.layers, strict=True):
         assert 10 < four_bits.error_before / eight_bits.error_before < 30
@@ -339,7 +339,7 @@ def test_errors_are_those_of_the_format_asked_for() -> None:
 def test_layers_with_unquantised_keys_are_left_out() -> None:
     model = with_outliers()
     weights = snapshot(model)
-    result = smooth(model, KVQuantConfig.from_preset("int4", layers={0: "none"}))
+    result = smooth(model, KVQuantConfig.from_preset("int4-token", layers={0: "none"}))
     assert result.left_out == {0: "its keys are not quantised"}
     assert [layer.layer_idx for layer in result.layers] == [1]
     for name, value in model.state_dict().items():
@@ -408,9 +408,11 @@ def test_the_search_sees_keys_as_they_will_be_stored() -> None:
     model = build("qwen2")
     inject_key_bias(model, 100.0)
     inject_key_outliers(model, 2, FACTOR)
-    rotated = smooth(copy.deepcopy(model), {"preset": "int4", "transforms": ["smooth", "rotate"]}, candidates=(1.0,))
-    bias = smooth(copy.deepcopy(model), "int4", candidates=(1.0,), centers=False)
-    found = smooth(copy.deepcopy(model), "int4", candidates=(1.0,))
+    rotated = smooth(
+        copy.deepcopy(model), {"preset": "int4-token", "transforms": ["smooth", "rotate"]}, candidates=(1.0,)
+    )
+    bias = smooth(copy.deepcopy(model), "int4-token", candidates=(1.0,), centers=False)
+    found = smooth(copy.deepcopy(model), "int4-token", candidates=(1.0,))
     for without, of_bias, of_data in zip(rotated.layers, bias.layers, found.layers, strict=True):
         assert without.center is None and of_bias.center is None and of_data.center is not None
         # Without the centre the biased pair looks like an outlier.

@@ -146,9 +146,9 @@ def test_plans_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("key", "value", "rows", "expected"),
     [
-        ("int4", "int4", "linear", True),
+        ("int4-token", "int4-token", "linear", True),
         ("none", "none", "linear", True),
-        ("int4", "int4", "ring", False),
+        ("int4-token", "int4-token", "ring", False),
         ("int8", "none", "linear", False),
     ],
 )
@@ -360,7 +360,7 @@ def test_one_scale_for_all_tokens() -> None:
 
 
 @CUDA_ONLY
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4-token"])
 def test_more_query_rows_than_one_thread_block_serves_take_no_plan(name: str) -> None:
     layout = KVLayout(*PRESETS[name])
     options: dict[str, Any] = {"num_q_heads": 64, "head_dim": 128, "is_new": True}
@@ -371,7 +371,7 @@ def test_more_query_rows_than_one_thread_block_serves_take_no_plan(name: str) ->
 @CUDA_ONLY
 @pytest.mark.parametrize("has_table", [True, False])
 def test_numbers_that_are_no_plan_harm_nobody(has_table: bool) -> None:
-    layout, device = KVLayout(*PRESETS["int4"]), torch.device("cuda")
+    layout, device = KVLayout(*PRESETS["int4-token"]), torch.device("cuda")
     where = {"dtype": torch.bfloat16, "device": device}
     planes = layout.allocate((4, 2, 128, 128), 256, **where)
     if not has_table:

@@ -20,7 +20,7 @@ from hf_kvquant.transforms.of_model import set_centers, set_smoothing, transform
 
 ATTRIBUTE = "_hf_kvquant"
 FACTORS = {0: torch.full((2, models.HEAD_DIM), 2.0)}
-STATIC = {"preset": "int4", "static": True}
+STATIC = {"preset": "int4-token", "static": True}
 
 
 def test_a_model_that_nothing_was_done_to_has_no_state() -> None:
@@ -74,7 +74,7 @@ def test_copies_have_the_state_and_no_notes(copied: Callable[[Any], Any]) -> Non
 
 def test_a_shallow_copy_is_patched_for_itself() -> None:
     model = models.build("llama")
-    patch(model, "int4")
+    patch(model, "int4-token")
     twin = copy.copy(model)
     keep(twin, patch=None)
     assert patch_of(twin) is None and patch_of(model) is not None

@@ -325,7 +325,7 @@ def test_pairs_are_counted_as_in_a_growing_cache() -> None:
 
 
 def test_what_a_static_ring_is() -> None:
-    config = {"preset": "int4", "sink_length": 4, "residual_length": 8}
+    config = {"preset": "int4-token", "sink_length": 4, "residual_length": 8}
     cache = KVQuantCache(models.family("gemma2").config, config, max_cache_len=600)
     ring, full = cache.layers
     described = (
@@ -354,7 +354,7 @@ def test_buffers_come_back_from_a_pool() -> None:
     pool = BufferPool()
     found = []
     for _ in range(2):
-        cache = KVQuantCache(MODEL_CONFIGS[6], "int4", max_cache_len=600, pool=pool)
+        cache = KVQuantCache(MODEL_CONFIGS[6], "int4-token", max_cache_len=600, pool=pool)
         cache.update(*torch.randn(2, 1, KV_HEADS, 300, HEAD_DIM), 0)
         found.append(cache.storages[0].addresses())
         del cache
@@ -376,7 +376,7 @@ def test_none_gives_the_tokens_of_an_unpatched_model(family: str) -> None:
     compare.assert_close(logits(output), logits(expected), bound, "logits")
 
 
-@pytest.mark.parametrize("config", ["int8", "int4", "int4-channel", DENSE], ids=str)
+@pytest.mark.parametrize("config", ["int8", "int4-token", "int4-channel", DENSE], ids=str)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "mistral", "cohere2", "gemma3n_text"])
 def test_presets_attend_to_what_the_reference_decodes(family: str, config: Any) -> None:
     config = {**({"preset": config} if isinstance(config, str) else config), "max_cache_len": 300}
@@ -399,7 +399,7 @@ def test_growing_and_static_caches_write_the_same(family: str) -> None:
     model = model_of(family, **LONG)
     outputs = []
     for options in ({}, {"static": True}):
-        with patched(model, {"preset": "int4", **options}):
+        with patched(model, {"preset": "int4-token", **options}):
             outputs.append(greedy(model, PROMPT, 40))
     compare.assert_same(outputs[1].sequences, outputs[0].sequences, "tokens")
     bound = tolerances.model_bound(logits(outputs[0]), logits(outputs[0]), torch.float32)
@@ -414,7 +414,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("config", ["none", {"preset": "int4", "layers": {1: "none"}}], ids=["none", "int4"])
+@pytest.mark.parametrize(
+    "config", ["none", {"preset": "int4-token", "layers": {1: "none"}}], ids=["none", "int4-token"]
+)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_generate_features(feature: str, config: Any) -> None:
     model = model_of("gemma3_text", **LONG, sliding_window=140)
@@ -454,7 +456,7 @@ def test_a_chat_goes_on_with_its_cache(config: Any, tokens: int, tmp_path: Path)
 
 
 def test_a_report_says_what_serves_them() -> None:
-    with patched(model_of("gemma2"), {"preset": "int4", "static": True}) as model:
+    with patched(model_of("gemma2"), {"preset": "int4-token", "static": True}) as model:
         found = report(model)
     assert [layer.layer_type for layer in found.layers] == ["sliding_attention", "full_attention"]
     assert all(layer.formats is not None and layer.kernel.startswith("CPU kernel") for layer in found.layers)

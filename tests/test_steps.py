@@ -33,8 +33,11 @@ from hf_kvquant.upstream.releases import CACHE, with_cache
 
 NUM_LAYERS, PROMPT, WINDOW = 4, 12, 6
 IDS = left_padded(tokens=40)["input_ids"].clamp(min=3)
-WINDOWED = {"preset": "int4", "sink_length": 2, "residual_length": 4}
-PRESETS = {**{preset: {"preset": preset} for preset in ("none", "int8", "int4", "int4-channel")}, "windows": WINDOWED}
+WINDOWED = {"preset": "int4-token", "sink_length": 2, "residual_length": 4}
+PRESETS = {
+    **{preset: {"preset": preset} for preset in ("none", "int8", "int4-token", "int4-channel")},
+    "windows": WINDOWED,
+}
 KINDS = ("growing", "static", "sliding", "static sliding", "offloaded")
 # The layer whose hook ends a forward, and whether that is before it has its tokens.
 PLACES = [(layer, is_before) for layer in (0, 2, 3) for is_before in (True, False)]
@@ -164,8 +167,8 @@ def test_a_forward_behind_one_that_ended_early(
 
 @kinds
 def test_several_forwards_end_early(kind: str, device: str) -> None:
-    expected = undisturbed(kind, "int4", device)
-    with routed(kind, "int4", device) as (model, cache):
+    expected = undisturbed(kind, "int4-token", device)
+    with routed(kind, "int4-token", device) as (model, cache):
         whole(model, cache, *CUTS[:3])
         for layer, is_before in (*PLACES[:-1], *PLACES[-2::-1]):
             with ending(attention_of(model, layer), is_before):
@@ -202,7 +205,7 @@ def test_a_layer_that_runs_out_of_memory(place: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("layer, is_before", PLACES[1:-1], ids=str)
 @kinds
 def test_a_first_chunk_that_ended_early(kind: str, layer: int, is_before: bool, device: str) -> None:
-    with routed(kind, "int4", device) as (model, cache):
+    with routed(kind, "int4-token", device) as (model, cache):
         with ending(attention_of(model, layer), is_before):
             forward(model, cache, 0, PROMPT)
         first = layer + (not is_before)
@@ -214,7 +217,7 @@ def test_a_first_chunk_that_ended_early(kind: str, layer: int, is_before: bool, 
             "text again."
         )
         cache.reset()
-        for actual, logits in zip(whole(model, cache, *CUTS), undisturbed(kind, "int4", device), strict=True):
+        for actual, logits in zip(whole(model, cache, *CUTS), undisturbed(kind, "int4-token", device), strict=True):
             compare.assert_same(actual, logits, "a forward after it")
 
 
@@ -272,8 +275,8 @@ def test_a_crop_gives_back_what_codes_say() -> None:
 
 @pytest.mark.parametrize("action", ["save", "copy", "reset"])
 def test_other_things_that_are_done_to_a_cache(action: str, tmp_path: Path, device: str) -> None:
-    expected = undisturbed("growing", "int4", device)
-    with routed("growing", "int4", device) as (model, cache):
+    expected = undisturbed("growing", "int4-token", device)
+    with routed("growing", "int4-token", device) as (model, cache):
         whole(model, cache, *CUTS[: LAST + 1])
         with ending(attention_of(model, 2), False):
             forward(model, cache, *CUTS[LAST : LAST + 2])
@@ -318,7 +321,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["growing", "static", "sliding", "offloaded"])
-@pytest.mark.parametrize("preset", ["none", "int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["none", "int4-token", "int4-channel"])
 def test_generate_goes_on_behind_a_prompt_that_ended_early(preset: str, kind: str, way: str, device: str) -> None:
     """The second turn of a chat, three times over."""
     if way == "chunks" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
@@ -350,8 +353,8 @@ def test_generate_says_what_to_crop_behind_a_reply_that_ended_early(
 ) -> None:
     """Tokens of the reply are in the cache, but not in the text that it is given again."""
     ids = IDS[:, :PROMPT]
-    with routed(kind, "int4", device) as (model, cache):
-        fresh = KVQuantCache(model.config, "int4", max_cache_len=cache.layers[1].storage.max_cache_len)
+    with routed(kind, "int4-token", device) as (model, cache):
+        fresh = KVQuantCache(model.config, "int4-token", max_cache_len=cache.layers[1].storage.max_cache_len)
         expected = turn(model, fresh, ids)
         if kind != "sliding":  # the last token of the prompt attends to codes
             fresh.crop(PROMPT - 1 - fresh.layers[1].storage.length)
@@ -441,9 +444,9 @@ def mixer_of(model: Any, family: str) -> Any:
 def test_states_that_nobody_can_undo(family: str, num_runs: int) -> None:
     model = models.family(family)
     cuts = (0, PROMPT, PROMPT + 1, PROMPT + 2, PROMPT + 4)
-    with patched(model, "int4"):
-        expected = whole(model, KVQuantCache(model.config, "int4"), *cuts)
-        cache = KVQuantCache(model.config, "int4")
+    with patched(model, "int4-token"):
+        expected = whole(model, KVQuantCache(model.config, "int4-token"), *cuts)
+        cache = KVQuantCache(model.config, "int4-token")
         for actual, logits in zip(whole(model, cache, *cuts[:4]), expected, strict=False):
             compare.assert_same(actual, logits, "a whole forward")
         with ending(mixer_of(model, family), True):  # before anything has changed
@@ -469,7 +472,7 @@ def test_states_that_nobody_can_undo(family: str, num_runs: int) -> None:
 def test_windows_that_transformers_keeps() -> None:
     """Layers of ours are level: it is one of transformers that has its tokens, or has not."""
     model = model_of("cpu", is_sliding=True)
-    config = {"preset": "int4", "sliding": False}
+    config = {"preset": "int4-token", "sliding": False}
     with patched(model, config):
         cache = KVQuantCache(model.config, config)
         whole(model, cache, *CUTS[:3])
@@ -494,9 +497,9 @@ def test_encoder_decoders(layer: int, is_before: bool) -> None:
             ]
 
     def pair() -> KVQuantEncoderDecoderCache:
-        return KVQuantEncoderDecoderCache(KVQuantCache(model.config, "int4"), DynamicCache(config=model.config))
+        return KVQuantEncoderDecoderCache(KVQuantCache(model.config, "int4-token"), DynamicCache(config=model.config))
 
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         expected, cache = decode(pair(), 0, 3, 4, 5), pair()
         decode(cache, 0, 3, 4)
         with ending(model.get_decoder().layers[layer].self_attn, is_before):
@@ -527,10 +530,10 @@ def test_a_cache_that_was_cut_is_captured_again(device: str) -> None:
     if device != "cuda":
         pytest.skip("needs a GPU; see test_capture.py")
     model = copy.deepcopy(model_of(device))
-    patch(model, {"preset": "int4", "capture": True})
-    cache = KVQuantCache(model.config, {"preset": "int4", "capture": True}, max_cache_len=64)
+    patch(model, {"preset": "int4-token", "capture": True})
+    cache = KVQuantCache(model.config, {"preset": "int4-token", "capture": True}, max_cache_len=64)
     expected = turn(
-        model, KVQuantCache(model.config, {"preset": "int4", "capture": True}, max_cache_len=64), IDS[:, :9]
+        model, KVQuantCache(model.config, {"preset": "int4-token", "capture": True}, max_cache_len=64), IDS[:, :9]
     )
     for layer, is_before in PLACES[:-1]:
         with ending(attention_of(model, layer), is_before):

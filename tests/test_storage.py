@@ -1207,7 +1207,7 @@ def test_a_transform_of_other_heads_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("preset", ["none", "int8", "int4"])
+@pytest.mark.parametrize("preset", ["none", "int8", "int4-token"])
 def test_a_cropped_nan_is_gone_from_a_static_storage(preset: str) -> None:
     storage = LayerStore(LayerFormats(*PRESETS[preset]), max_cache_len=16)
     good = torch.randn(1, 2, 3, 32)
@@ -1230,7 +1230,7 @@ def test_a_cropped_nan_is_gone_from_a_static_storage(preset: str) -> None:
         LayerFormats(*PRESETS["int4-channel"], residual_length=9),
         LayerFormats(INT4.key, INT4.value, (), 3, 20),
     ],
-    ids=["int4", "none", "channel", "windows"],
+    ids=["int4-token", "none", "channel", "windows"],
 )
 def test_every_sequence_has_its_own_length(formats: LayerFormats, max_cache_len: int | None) -> None:
     """A batch of unequal sequences does what each of them does alone."""

@@ -378,7 +378,7 @@ def test_a_norm_behind_a_biased_projection_leaves_no_centre() -> None:
 def test_centres_found_in_inference_mode_are_plain_tensors() -> None:
     model = copy.deepcopy(models.family("qwen2"))
     with torch.inference_mode():
-        found = [*key_transforms(model, "int4").values()]
+        found = [*key_transforms(model, "int4-token").values()]
     for transform in found:
         assert transform.center is not None
         assert not transform.center.is_inference() and not transform.center.requires_grad
@@ -407,19 +407,19 @@ def described(transforms: dict[int, KeyTransform]) -> dict[int, str]:
 
 def test_transforms_of_a_model() -> None:
     biased, plain = models.family("qwen2"), models.family("llama")
-    assert described(key_transforms(biased, "int4")) == {0: "center+rotate", 1: "center+rotate"}
+    assert described(key_transforms(biased, "int4-token")) == {0: "center+rotate", 1: "center+rotate"}
     assert key_transforms(biased, "int8").keys() == {0, 1}
     assert described(key_transforms(biased, {"transforms": ["center"]})) == {0: "center", 1: "center"}
-    assert described(key_transforms(plain, "int4")) == {0: "rotate", 1: "rotate"}
+    assert described(key_transforms(plain, "int4-token")) == {0: "rotate", 1: "rotate"}
     for preset in ("none", "fp8"):
         assert key_transforms(biased, preset) == {}
     assert key_transforms(plain, {"preset": "int8", "transforms": ["center", "smooth"]}) == {}
-    layers = {"preset": "int4", "layers": {0: {"preset": "int8", "transforms": []}}}
+    layers = {"preset": "int4-token", "layers": {0: {"preset": "int8", "transforms": []}}}
     assert described(key_transforms(biased, layers)) == {1: "center+rotate"}
     sliding = models.family("gpt_oss")
-    assert described(key_transforms(sliding, "int4")) == {0: "center+rotate", 1: "center+rotate"}
+    assert described(key_transforms(sliding, "int4-token")) == {0: "center+rotate", 1: "center+rotate"}
     for left_out in ({"sliding": False}, {"sliding": False, "static": True}):
-        assert described(key_transforms(sliding, {"preset": "int4", **left_out})) == {1: "center+rotate"}
+        assert described(key_transforms(sliding, {"preset": "int4-token", **left_out})) == {1: "center+rotate"}
 
 
 def test_what_is_given_to_a_model_reaches_its_caches() -> None:
@@ -428,14 +428,14 @@ def test_what_is_given_to_a_model_reaches_its_caches() -> None:
     centers, smoothing = {1: torch.ones(2, 64)}, {0: torch.full((2, 64), 2.0)}
     of_model.set_centers(model, centers)
     of_model.set_smoothing(model, smoothing)
-    assert described(key_transforms(model, "int4")) == {0: "smooth+rotate", 1: "center+rotate"}
+    assert described(key_transforms(model, "int4-token")) == {0: "smooth+rotate", 1: "center+rotate"}
     assert described(key_transforms(copy.deepcopy(model), {"transforms": ["center"]})) == {1: "center"}
-    with patched(model, "int4"):
+    with patched(model, "int4-token"):
         cache = cache_of(greedy(model, left_padded()))
     assert [storage.key_transform.describe() for storage in cache.storages] == ["smooth+rotate", "center+rotate"]
     of_model.set_centers(model, None)
     of_model.set_smoothing(model, {})
-    assert described(key_transforms(model, "int4")) == {0: "center+rotate", 1: "center+rotate"}
+    assert described(key_transforms(model, "int4-token")) == {0: "center+rotate", 1: "center+rotate"}
     assert set(model.__dict__) == attributes, "nothing is left on a model that nothing is given to"
 
 
@@ -445,7 +445,7 @@ def test_biases_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_model, "bias_centers", lambda given: calls.append(given) or bias_centers(given))
     key_transforms(model, "fp8")
     assert not calls
-    key_transforms(model, "int8"), key_transforms(model, "int4")
+    key_transforms(model, "int8"), key_transforms(model, "int4-token")
     assert len(calls) == 1
     of_model.set_centers(model, None)
     key_transforms(model, "int8")
@@ -462,18 +462,18 @@ def test_a_model_that_cannot_be_asked_is_said_in_the_log(
 
     monkeypatch.setattr(of_model, "bias_centers", refuse)
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
-        assert described(key_transforms(model, "int4")) == {0: "rotate", 1: "rotate"}
-        key_transforms(model, "int4")
+        assert described(key_transforms(model, "int4-token")) == {0: "rotate", 1: "rotate"}
+        key_transforms(model, "int4-token")
     (record,) = caplog.records
     assert "keys are not centred (TypeError: forward() needs an image). Correct, less accurate." in record.getMessage()
 
 
 def test_a_cache_made_by_hand_is_that_of_generate() -> None:
     model, inputs = models.family("qwen2"), left_padded()
-    by_hand = KVQuantCache(model.config, "int4")
-    given = KVQuantCache(model.config, "int4", key_transforms=hf_kvquant.key_transforms(model, "int4"))
-    untransformed = KVQuantCache(model.config, "int4", key_transforms={})
-    with patched(model, "int4"):
+    by_hand = KVQuantCache(model.config, "int4-token")
+    given = KVQuantCache(model.config, "int4-token", key_transforms=hf_kvquant.key_transforms(model, "int4-token"))
+    untransformed = KVQuantCache(model.config, "int4-token", key_transforms={})
+    with patched(model, "int4-token"):
         expected = greedy(model, inputs)
         for cache in (by_hand, given):
             assert_same(logits(greedy(model, inputs, **with_cache(cache))), logits(expected), "logits")
@@ -484,8 +484,8 @@ def test_a_cache_made_by_hand_is_that_of_generate() -> None:
 
 def test_a_cache_that_holds_tokens_keeps_its_transforms() -> None:
     model, inputs = models.family("qwen2"), left_padded()
-    cache = KVQuantCache(model.config, "int4")
-    with patched(model, "int4"):
+    cache = KVQuantCache(model.config, "int4-token")
+    with patched(model, "int4-token"):
         with torch.no_grad():
             model(**inputs, **with_cache(cache))
         assert [storage.key_transform.describe() for storage in cache.storages] == ["rotate", "rotate"]
@@ -498,7 +498,7 @@ def test_a_cache_that_holds_tokens_keeps_its_transforms() -> None:
     ):
         cache.storages[0].set_key_transform(None)
     cache.reset()
-    cache.adopt(key_transforms(model, "int4"))
+    cache.adopt(key_transforms(model, "int4-token"))
     assert [storage.key_transform.describe() for storage in cache.storages] == ["center+rotate"] * 2
 
 
@@ -523,7 +523,7 @@ def test_a_large_key_bias_does_no_harm() -> None:
         model = with_large_bias(norm)
         expected = greedy(model, inputs, 8)
         tokens_of = models.forced(expected.sequences)
-        with patched(model, {"preset": "int4", "transforms": transforms}):
+        with patched(model, {"preset": "int4-token", "transforms": transforms}):
             output = greedy(model, inputs, 8, prefix_allowed_tokens_fn=tokens_of)
         return float((logits(output) - logits(expected))[:, 1:].square().mean().sqrt())
 
@@ -536,10 +536,12 @@ def test_a_large_key_bias_does_no_harm() -> None:
 def test_generate_with_all_transforms_is_the_simulated_reference(kind: str) -> None:
     model, inputs = copy.deepcopy(models.family("qwen2")), left_padded()
     of_model.set_smoothing(model, {index: 2.0 ** torch.randint(-2, 3, (2, 64)).float() for index in range(2)})
-    transforms = key_transforms(model, "int4")
+    transforms = key_transforms(model, "int4-token")
     assert described(transforms) == {0: "center+smooth+rotate", 1: "center+smooth+rotate"}
-    expected = greedy(model, inputs, **with_cache(ReferenceCache(model.config, "int4", key_transforms=transforms)))
-    with patched(model, {"preset": "int4", "static": kind == "static"}):
+    expected = greedy(
+        model, inputs, **with_cache(ReferenceCache(model.config, "int4-token", key_transforms=transforms))
+    )
+    with patched(model, {"preset": "int4-token", "static": kind == "static"}):
         output = greedy(model, inputs, disable_compile=True)
     assert_same(output.sequences, expected.sequences, "tokens")
     bound = model_bound(logits(expected), logits(expected), torch.float32)

@@ -174,7 +174,7 @@ REMEDY = f"This version of hf_kvquant works with {releases.TESTED}. Install one 
 @pytest.mark.usefixtures("newer")
 def test_a_newer_release_that_has_changed_nothing_works_and_is_named() -> None:
     model = models.build("llama")
-    hf_kvquant.patch(model, "int4")
+    hf_kvquant.patch(model, "int4-token")
     assert models.greedy(model, models.left_padded(), 2).sequences.shape[1] > 2
     assert environment()["transformers"] == f"6.0.0, newer than those tested ({releases.TESTED})"
 
@@ -192,9 +192,9 @@ def test_a_newer_release_that_calls_the_hook_otherwise_is_refused(newer: pytest.
     newer.setattr(GenerationMixin, "_prepare_cache_for_generation", other)
     expected = CONTRACTS[[each.theirs.endswith("_prepare_cache_for_generation") for each in CONTRACTS].index(True)]
     for where, call in {
-        "patch": lambda: hf_kvquant.patch(model, "int4"),
+        "patch": lambda: hf_kvquant.patch(model, "int4-token"),
         "enable": hf_kvquant.enable,
-        "KVQuantCache": lambda: hf_kvquant.KVQuantCache(model.config, "int4"),
+        "KVQuantCache": lambda: hf_kvquant.KVQuantCache(model.config, "int4-token"),
     }.items():
         with pytest.raises(NotImplementedError) as raised:
             call()
@@ -208,7 +208,7 @@ def test_a_newer_release_that_calls_the_hook_otherwise_is_refused(newer: pytest.
 def test_a_newer_release_without_something_is_refused(newer: pytest.MonkeyPatch) -> None:
     newer.delattr(GenerationMixin, "_valid_auto_compile_criteria")
     with pytest.raises(NotImplementedError) as raised:
-        hf_kvquant.patch(models.build("llama"), "int4")
+        hf_kvquant.patch(models.build("llama"), "int4-token")
     assert str(raised.value) == (
         "patch: transformers 6.0.0 has no transformers.generation.utils.GenerationMixin._valid_auto_compile_criteria. "
         + REMEDY
@@ -224,7 +224,7 @@ def test_a_newer_release_with_other_batching_serves_generate(newer: pytest.Monke
 
     model = models.build("llama")
     newer.setattr(ContinuousMixin, "init_continuous_batching", other)
-    hf_kvquant.patch(model, "int4")
+    hf_kvquant.patch(model, "int4-token")
     with pytest.raises(NotImplementedError) as raised:
         model.init_continuous_batching()
     assert str(raised.value).endswith(REMEDY) and "init_continuous_batching" in str(raised.value)

@@ -144,7 +144,7 @@ def test_caches_hold_rotated_values(name: str, head_dim: int) -> None:
     assert torch.equal(before[0][0], cached(model)[0][0]), "keys of the first layer"
 
 
-@pytest.mark.parametrize("preset", ["int4", "int4-channel"])
+@pytest.mark.parametrize("preset", ["int4-token", "int4-channel"])
 def test_outlier_channels_of_values_do_less_harm(preset: str) -> None:
     model = build()
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_the_mode_of_the_model_stays_and_a_patched_one_is_rotated_too() -> None:
     model = build()
     model.train()
     model.model.layers[0].eval()
-    hf_kvquant.patch(model, "int4")
+    hf_kvquant.patch(model, "int4-token")
     rotate_values(model)
     assert model.config._attn_implementation == "hf_kvquant"
     assert model.training and not model.model.layers[0].training

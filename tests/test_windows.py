@@ -434,7 +434,7 @@ def small_model() -> Any:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "int4": {"preset": "int4", "sink_length": 3, "residual_length": 9, "layers": {1: "none"}},
+    "int4-token": {"preset": "int4-token", "sink_length": 3, "residual_length": 9, "layers": {1: "none"}},
     "int8": {"preset": "int8", "sink_length": 2, "residual_length": 200},
     "int4-channel": {"preset": "int4-channel", "sink_length": 4, "residual_length": 5, "layers": {1: "none"}},
     "int4-channel, no window": {"preset": "int4-channel", "layers": {1: "none"}},
@@ -478,7 +478,7 @@ def test_assisted_decoding_crops_into_the_window(name: str) -> None:
 
 
 @pytest.mark.full(
-    when=lambda name, backend: backend == "eager" and name != "int4",
+    when=lambda name, backend: backend == "eager" and name != "int4-token",
     reason="aot_eager traces through everything that eager does",
 )
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -509,7 +509,7 @@ def test_a_compiled_step(name: str, backend: str) -> None:
 def test_a_compiled_prompt_knows_its_padding(max_cache_len: int | None) -> None:
     """The first tokens lie behind it, and a row of theirs must hold the same token at every step."""
     model, inputs = small_model(), left_padded(batch=2, tokens=16, pads=(3, 7))
-    config = {"preset": "int4", "sink_length": 2, "residual_length": 5, "max_cache_len": max_cache_len}
+    config = {"preset": "int4-token", "sink_length": 2, "residual_length": 5, "max_cache_len": max_cache_len}
     mask = inputs["attention_mask"]
 
     def run(forward: Any) -> Tensor:
@@ -547,7 +547,7 @@ def test_a_fallback_attends_to_the_same_tokens(name: str) -> None:
 
 def test_holes_in_the_mask_fall_back_to_the_same_tokens() -> None:
     """Padding is what lies before the first token that is shown."""
-    model, inputs, config = small_model(), left_padded(batch=2, tokens=40, pads=(3, 9)), CONFIGS["int4"]
+    model, inputs, config = small_model(), left_padded(batch=2, tokens=40, pads=(3, 9)), CONFIGS["int4-token"]
     inputs["attention_mask"][:, 20:24] = 0
     simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
     expected = greedy(model, inputs, 8, **with_cache(simulated))
@@ -563,7 +563,7 @@ def test_a_window_of_everything_is_exact() -> None:
     """No token is taken from codes: what is left of quantisation is how sums are ordered."""
     model, inputs = small_model(), left_padded(batch=2, tokens=40, pads=(3, 0))
     expected = greedy(model, inputs, 8)
-    for preset in ("int4", "fp8", "int4-channel"):
+    for preset in ("int4-token", "fp8", "int4-channel"):
         with patched(model, {"preset": preset, "residual_length": 64}):
             output = greedy(model, inputs, 8)
         bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
@@ -575,7 +575,7 @@ def test_a_window_of_everything_is_exact() -> None:
 
 def test_configs_say_how_many_tokens_stay_dense() -> None:
     config = KVQuantConfig.from_preset(
-        "int4", sink_length=4, residual_length=128, layers={0: "int8", 1: "none", 2: {"sink_length": 0}}
+        "int4-token", sink_length=4, residual_length=128, layers={0: "int8", 1: "none", 2: {"sink_length": 0}}
     )
     spelled = {index: (config.formats(index).sink_length, config.formats(index).residual_length) for index in range(4)}
     assert spelled == {0: (4, 128), 1: (0, 0), 2: (0, 128), 3: (4, 128)}
@@ -595,7 +595,7 @@ NOTHING = "must be 0 where neither keys nor values are quantised, got 4. Every t
     ("make", "error", "message"),
     [
         (
-            lambda: KVQuantConfig.from_preset("int4", sink_length=-1),
+            lambda: KVQuantConfig.from_preset("int4-token", sink_length=-1),
             ValueError,
             "KVQuantConfig: `sink_length` must be 0 or positive, got -1. 0 keeps no such tokens dense.",
         ),
@@ -605,7 +605,7 @@ NOTHING = "must be 0 where neither keys nor values are quantised, got 4. Every t
             "KVQuantConfig: `residual_length` must be a number of tokens, got 2.5.",
         ),
         (
-            lambda: KVQuantConfig.from_preset("int4", residual_length=True),
+            lambda: KVQuantConfig.from_preset("int4-token", residual_length=True),
             TypeError,
             "KVQuantConfig: `residual_length` must be a number of tokens, got True.",
         ),

@@ -3,7 +3,7 @@
 They are apart from what measures because that imports torch and transformers, for which `--help` must not wait.
 """
 
-from ..presets import PRESET_WINDOWS, PRESETS
+from ..presets import PRESETS
 
 # The preset that keeps keys and values as they come. The others are compared with it.
 UNQUANTIZED = "none"
@@ -32,7 +32,7 @@ MIN_ACCURACY = 0.9
 
 PLAIN, OUTLIERS, TASKS = "plain", "outliers", "tasks"
 # What a report measures unless it is asked for all: few presets, short windows and no more minutes than these.
-REPORTED_PRESETS = ("int8", "k8v4", "int4-channel", "int4")
+REPORTED_PRESETS = ("int8", "k8v4", "int4", "int4-token")
 MINUTES = 5.0
 SHORT_WINDOW, SHORT_TOKENS = 512, 4096
 CONTEXT = 32768  # tokens for which it tells the memory
@@ -42,7 +42,7 @@ CONTEXT = 32768  # tokens for which it tells the memory
 # Tokens at the beginning of the text that recipes may learn from. They are never measured.
 SAMPLE_TOKENS = 8192
 # What a budget of bits is spent on. They have the same dense tokens.
-BUDGET_PRESETS = list(PRESET_WINDOWS)
+BUDGET_PRESETS = ["k4v2", "int2"]
 # What users can name; `recipes/catalogue.py` has the recipes.
 RECIPE_NAMES = (
     *(name for name in PRESETS if name != UNQUANTIZED),

@@ -28,9 +28,7 @@ from ..spec.layout import KVLayout, Shape
 from ..transforms.of_model import key_transforms
 from .budget import cheapest
 from .divergence import (
-    LONG_WINDOW,
     NO_COST,
-    WINDOW,
     CannotMeasure,
     Cost,
     Estimate,
@@ -38,21 +36,23 @@ from .divergence import (
     alone,
     read_text,
     stored_shapes,
+    window_for,
 )
 from .signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of, remember
 
-# The presets to pick from, the smallest first. With a budget, all presets are. Of the first two, `int4-channel` takes
-# no more bytes than `int4` and diverges less: .015 and .039 nats on SmolLM2-135M-Instruct, .021 and .033 on the
-# reference model (docs/presets.md). `int4` is for texts that are too short for blocks of keys.
-LADDER = ("int4-channel", "int4", "k8v4", "int8", "none")
+# The presets to pick from, the smallest first. `int4-token` is for texts that are too short for blocks of keys:
+# otherwise `int4` takes as many bytes and diverges less, .003 and .039 nats on SmolLM2-135M-Instruct (docs/presets.md).
+LADDER = ("int4", "int4-token", "k8v4", "int8", "none")
+# With a budget: of presets that take as many bytes, the one that diverges least.
+BUDGETED = ("int2", "k4v2", "int4", "k8v4", "int8", "none")
 
 # KL divergences in nats per token with all layers quantised; one layer may have a fifth of each. Measured on the
-# reference model (7 layers, 1024 tokens of WikiText-2), for all layers, then the worst one. Good enough to be picked:
-# int4 .031, .0060; with an injected key bias of norm 100 .038, .0092. Worse than a larger format, but usable: int4 with
-# injected outliers (3 pairs per head, times 10) and no factors .096, .020. Ruined: int4 without transforms under these
-# outliers .60, .16; under the bias 2.9, 1.05, without its centre but rotated .25, .050; under a bias of norm 20 .18,
-# .038. A divergence of .11 raises perplexity by 11 %, .27 by 28 %.
+# reference model (7 layers, 1024 tokens of WikiText-2) with `int4-token`, for all layers, then the worst one. Good
+# enough to be picked: .031, .0060; with an injected key bias of norm 100 .038, .0092. Worse than a larger format, but
+# usable: with injected outliers (3 pairs per head, times 10) and no factors .096, .020. Ruined: without transforms
+# under these outliers .60, .16; under the bias 2.9, 1.05, without its centre but rotated .25, .050; with a bias of norm
+# 20 .18, .038. A divergence of .11 raises perplexity by 11 %, .27 by 28 %.
 GOAL = 0.05
 LIMIT = 0.15
 LAYER_SHARE = 0.2
@@ -89,7 +89,7 @@ def run_preflight(
         tokenizer: The model's, for `texts`.
         texts: Text like the model's future input, 1,024 tokens or more.
         presets: Presets to pick from, the preferred one first. If a config is given, remedies come from this list. By
-            default those of `LADDER`, or all presets if `bits` are given.
+            default those of `LADDER`, or of `BUDGETED` if `bits` are given.
         max_kld: Largest divergence of all layers together when formats are picked, in nats per token. A single layer
             may have a fifth of it. In any case, configs above three times `GOAL` are refused.
         bits: The most bits per stored number of keys and values, on average over all layers that can be quantised.
@@ -111,7 +111,7 @@ def run_preflight(
     if bits is not None:
         _check_bits(bits, preset_or_config, max_kld, measure, where)
     if presets is None:
-        presets = LADDER if bits is None else list(PRESETS)
+        presets = LADDER if bits is None else BUDGETED
     rungs = _checked(presets, max_kld, tokenizer, texts, where)
     check_decoder(model, where)
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
@@ -243,12 +243,13 @@ class _Check:
         """
         configs = self.rungs.values() if given is None else [given]
         formats = [config.formats(index) for config in configs for index in self.signals]
-        window = LONG_WINDOW if any(each.residual_length for each in formats) else WINDOW
         try:
             self.stored = stored_shapes(self.model)
             if budget is not None:
                 self._check_budget(budget, {index: self._usable(index) for index in self.signals})
-            ids, self.source = read_text(self.model, tokenizer, texts, self.say, window=window, where=self.where)
+            ids, self.source = read_text(
+                self.model, tokenizer, texts, self.say, window=window_for(formats), where=self.where
+            )
             self.say("the unquantised cache")
             self.meter = Meter(self.model, ids)
         except CannotMeasure as error:

@@ -34,8 +34,8 @@ from .signals import reason_of
 NUM_WINDOWS = 4
 WINDOW = 256
 CHUNK = 64
-# Formats that keep the newest tokens dense are measured on one window with as many tokens. With 132 dense tokens, 60 %
-# of what its queries see are codes; in windows of 256 tokens 14 %.
+# Formats that keep tokens dense are measured on fewer and longer windows, `int4` on two, and one with as many tokens is
+# the longest. With 132 dense tokens, 60 % of what its queries see are codes; in windows of 256 tokens 14 %.
 LONG_WINDOW = NUM_WINDOWS * WINDOW
 # Keys with a scale per channel are read as codes only from the first full block on. To measure them, a window has to be
 # longer than a block by this share of one. Behind dense windows, it needs this many times their tokens: then a third of
@@ -49,6 +49,20 @@ TAIL_SHARE = 0.25
 def alone(index: int, formats: LayerFormats) -> KVQuantConfig:
     """A config that quantises only one layer."""
     return KVQuantConfig.from_preset("none", layers={index: formats})
+
+
+def tokens_needed(formats: LayerFormats) -> float:
+    """How long a window has to be for its queries to read codes."""
+    num_dense = formats.sink_length + formats.residual_length
+    return DENSE_TIMES * num_dense + (1 + BLOCK_MARGIN) * (formats.key.block_size or 0)
+
+
+def window_for(formats: Iterable[LayerFormats]) -> int:
+    """The length of windows on which all of these formats are measured."""
+    needed, window = max(map(tokens_needed, formats), default=0), WINDOW
+    while window < min(needed, LONG_WINDOW):
+        window *= 2
+    return window
 
 
 class CannotMeasure(Exception):
@@ -242,8 +256,7 @@ class Meter:
 
     def reads_codes(self, formats: LayerFormats) -> bool:
         """Whether the text is long enough for keys to be read as codes, or the model's context is too short anyway."""
-        num_dense = formats.sink_length + formats.residual_length
-        needed = DENSE_TIMES * num_dense + (1 + BLOCK_MARGIN) * (formats.key.block_size or 0)
+        needed = tokens_needed(formats)
         return self.longest >= needed or positions_of(self.model, LONG_WINDOW) < needed
 
     def _cache(self, config: KVQuantConfig) -> KVQuantCache:

@@ -131,7 +131,7 @@ class KeySignals:
             ):
                 if value < least:
                     detail = f"{what} of {value}, at least {least} is better at {key.bits} bits"
-                    remedy = "Use preset 'int4-channel' or 8 bits"
+                    remedy = "Use preset 'int4' or 8 bits"
                     found.append(Finding(self.layer_idx, signal, value, least, detail, remedy, False))
         return found
 
