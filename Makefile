@@ -58,7 +58,7 @@ GPU_TESTS = $(filter-out $(addprefix tests/test_,cli.py evals.py hub.py import.p
     $(shell grep -lE 'engine|"cuda"|cuda\.is_available' tests/test_*.py))
 BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc -type f)
 QUALITY_AVERAGED := piqa arc_easy arc_challenge hellaswag winogrande
-QUALITY_PRESETS := int8 k8v4 int4 int4-g32 int4-channel k4v2 int2 fp8
+QUALITY_PRESETS := int8 k8v4 int4 int4-channel int4-token int4-g32 k4v2 int2 fp8
 ISSUE_FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 DEMO_PROMPTS := $(sort $(wildcard evals/demo_prompts/*.txt))
 

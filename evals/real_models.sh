@@ -25,7 +25,7 @@ one_by_one="--mode simulated --chunk 1" at_once=${JOBS:-1}
 generate="--window 2048 --prompt 1536 --tokens ${TOKENS:-4088}"
 long="--window 8192 --prompt 7680 --tokens ${LONG_TOKENS:-1533}"
 chunks="--window 2048 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS:-16368}"
-calibrated="--calibrate $texts/wikitext2.valid.tokens"
+calibrated="--calibrate $texts/wikitext2.valid.tokens --calibrate-for int4-token"
 calibrated+=" --preset int8 --preset k8v4 --preset int4 --preset int4-token --preset int4-g32 --preset k4v2 --preset int2"
 
 # fidelity NAME OPTIONS...: a results file, real_NAME.json.

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--text", type=Path, default=REFERENCE_MODEL / "README.md", help="text like that the model will read"
     )
-    arguments.add_argument("--preset", default="int4", help="a preset of hf_kvquant (default: %(default)s)")
+    arguments.add_argument("--preset", default="int8", help="a preset of hf_kvquant (default: %(default)s)")
     arguments.add_argument("--output", type=Path, help="a new folder for the model (default: a temporary one)")
     arguments.add_argument(
         "--tokens", type=int, default=16384, help="calibrate on at most so many (default: %(default)s)"

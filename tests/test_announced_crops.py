@@ -104,7 +104,7 @@ def test_rejected_tokens_are_not_brought_back(device: str, rejected: int, layout
     take(store, 50 + torch.randn(1, 2, rejected, HEAD_DIM).to(device))
     rewind.crop(store, rejected)
     rewind.crop(store, 110 if layout[0] == "int4-channel" else 30)
-    bound = float(text.abs().max()) / (7 if layout[0].startswith("int4-token") else 100)
+    bound = float(text.abs().max()) / (7 if layout[0].startswith("int4") else 100)
     for ours, theirs in zip(shown(store), (text, text.flip(-1)), strict=True):
         assert_close(ours, theirs[:, :, : store.length].cpu(), bound, "tokens before the crops")
 

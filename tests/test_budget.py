@@ -104,12 +104,12 @@ def test_the_best_presets_within_the_budget_are_picked() -> None:
     )
 
 
-def test_all_presets_are_tried_by_default() -> None:
+def test_presets_that_are_tried_by_default() -> None:
     result = run_preflight(build(num_hidden_layers=1, max_position_embeddings=600), bits=32)
     assert result.config == KVQuantConfig.from_preset("none") and result.bits == 32
     costs = dict(result.layers[0].tried)
-    assert set(costs) == set(check.PRESETS) - {"none"}
-    assert costs["int2"] > costs["int4-token"] > costs["int8"]
+    assert set(costs) == set(check.BUDGETED) - {"none"}
+    assert costs["int2"] > costs["int4"] > costs["int8"]
 
 
 def test_the_smallest_budget_is_named_and_works() -> None:
@@ -137,7 +137,7 @@ def test_impossible_budgets_are_refused_before_anything_is_measured(
 
     monkeypatch.setattr(check, "read_text", measure)
     model = build().bfloat16()
-    presets = re.escape(str(list(check.PRESETS)))
+    presets = re.escape(str(list(check.BUDGETED)))
     expected = rf"`bits` must be from 2\.5 to 16 for this model with `presets` {presets}, got {bits}\. {remedy}"
     with pytest.raises(ValueError, match=expected):
         KVQuantConfig.for_model(model, bits=bits)
@@ -182,7 +182,8 @@ def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.
 
 def test_dense_windows_are_measured_on_longer_text() -> None:
     model = build(max_position_embeddings=512)
-    windowed = run_preflight(model, {"preset": "int4-token", "residual_length": 128})
+    windowed = run_preflight(model, {"preset": "int4-token", "sink_length": 4, "residual_length": 128})
+    assert run_preflight(model, "int4").num_tokens == 2 * 511
     assert windowed.num_tokens == 511 and run_preflight(model, "int4-token").num_tokens == divergence.NUM_WINDOWS * 255
     texts: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()]}
     assert 511 <= run_preflight(model, {"preset": "int4-token", "residual_length": 128}, **texts).num_tokens <= 1024

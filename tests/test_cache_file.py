@@ -137,7 +137,7 @@ for name in sys.argv[2:]:
 def test_a_fresh_process_goes_on_to_the_bit(tmp_path: Path) -> None:
     """With keys that are centred, by biases of the model."""
     model = models.family("qwen2")
-    names = {"int4-growing": "growing", "int8-static": "static", "int4-channel-growing": "growing"}
+    names = {"int4-token-growing": "growing", "int8-static": "static", "int4-channel-growing": "growing"}
     for name, kind in names.items():
         first = first_turn(model, spelled(name.rpartition("-")[0], kind), tokens=20)
         cache_of(first).save(tmp_path / name, model)

@@ -310,7 +310,7 @@ def test_presets_taken_by_default_are_those_of_the_page() -> None:
         name: inspect.signature(getattr(hf_kvquant, name)).parameters["preset_or_config"].default
         for name in ("patch", "patched", "KVQuantCache", "smooth_attention")
     }
-    assert taken == {"patch": "int8", "patched": "int8", "KVQuantCache": "int8", "smooth_attention": "int4"}
+    assert taken == {"patch": "int8", "patched": "int8", "KVQuantCache": "int8", "smooth_attention": "int8"}
     assert default_of("serve", "M") == default_of("batch", "M", "IN", "--output", "OUT") == ["int8"]
     assert one == "`patch`, `KVQuantCache`, `hf-kvquant serve` and `hf-kvquant batch` take `int8`"
     assert calibrated.startswith(f"`smooth_attention` and `hf-kvquant calibrate` take `{CALIBRATED_PRESET}`")

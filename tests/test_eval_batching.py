@@ -216,7 +216,7 @@ def test_what_pages_do_not_serve_is_refused(data: Path, capsys: pytest.CaptureFi
     bloom = models.save(models.build("bloom"), tmp_path / "bloom", bos_token="!", eos_token="~")
     for arguments, told in (
         ([folder, "--mode", "simulated"], "`--batching` must come with --mode decode, got simulated."),
-        ([folder, "--preset", "int4-token:2+3"], "`--batching` must come with what pages serve, got int4:2+3. "),
+        ([folder, "--preset", "int4-token:2+3"], "`--batching` must come with what pages serve, got int4-token:2+3. "),
         ([bloom], "`--batching` must come with what pages serve, got none. init_continuous_batching: BloomForCausalLM"),
     ):
         code, error = evaluated(capsys, *arguments, "--batching", "--data", str(data), "--device", "cpu")

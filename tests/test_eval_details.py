@@ -73,7 +73,7 @@ def test_key_magnitudes_are_those_of_calibration(model: Any) -> None:
     assert found["is_calibrated"] is False and list(found["layers"]) == [0, 1]
     for layer in found["layers"].values():
         assert len(layer["before"]) == 2 and max(map(max, layer["after"])) < max(map(max, layer["before"]))
-    smooth_attention(model, tokenizer(), [TEXT], "int4-token", num_tokens=measure.CALIBRATION_TOKENS, window=64)
+    smooth_attention(model, tokenizer(), [TEXT], num_tokens=measure.CALIBRATION_TOKENS, window=64)
     assert measure.key_magnitudes(model, tokenizer(), TEXT, ids()) == {**found, "is_calibrated": True}
 
 

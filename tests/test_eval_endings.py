@@ -294,7 +294,7 @@ def test_a_record_that_is_none(
         (
             None,
             ["--preset", "imt4"],
-            "`--preset` must be one of none, int8, .*, got 'imt4'. Did you mean 'int4-token'?",
+            "`--preset` must be one of none, int8, .*, got 'imt4'. Did you mean 'int4'?",
         ),
         (
             None,

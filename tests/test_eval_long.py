@@ -235,7 +235,7 @@ def test_the_summary_is_over_what_is_scored() -> None:
     record.put(SUMMARY, summary)
     long_context.show(Console(file=file, width=120), record, cells, title="model")
     text = " ".join(file.getvalue().split())
-    assert "int4 │ 1 of 2 │ 50.0% │ -0.2500 ± 0.1443 │" in text and "fails in every cell" not in text
+    assert "int4-token │ 1 of 2 │ 50.0% │ -0.2500 ± 0.1443 │" in text and "fails in every cell" not in text
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_the_gate_sees_one_token_that_is_exact_in_one_mode_only(monkeypatch: pyt
     monkeypatch.setattr(SimulatedLayer, "_is_exact", one_more)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
     config = KVQuantConfig.from_preset("int4-token", sink_length=1, residual_length=9)
-    with pytest.raises(Refused, match="preset int4 must give the same distribution simulated and decode within "):
+    with pytest.raises(Refused, match="preset int4-token must give the same distribution simulated and decode within "):
         gate.Gate(models.llama(), ids, {"int4-token": config}).check_modes(32)
 
 

@@ -409,8 +409,8 @@ def test_all_offline_tasks(folder: str, data: Path, capsys: pytest.CaptureFixtur
     assert errors["byte_perplexity"] == pytest.approx(
         wikitext["metrics"]["byte_perplexity"] * errors["bits_per_byte"] * math.log(2)
     )
-    perplexities = "lambada_openai, int4: perplexity", "wikitext, int4: word_perplexity"
-    for words in ("piqa none 5", "int4 5", *perplexities, "average, int4:", "exact McNemar test"):
+    perplexities = "lambada_openai, int4-token: perplexity", "wikitext, int4-token: word_perplexity"
+    for words in ("piqa none 5", "int4-token 5", *perplexities, "average, int4-token:", "exact McNemar test"):
         assert words in shown
     assert "1 of 20: arc_challenge, none" in error
 

@@ -21,7 +21,8 @@ from hf_kvquant.preflight.signals import read_signals
 PLAIN: dict[str, Any] = {"preset": "int4-token", "transforms": []}
 ROTATED: dict[str, Any] = {"preset": "int4-token", "transforms": ["rotate"]}
 WHAT_TO_RUN = (
-    "Calibrate it with hf_kvquant.smooth_attention(model, tokenizer, texts) or hf-kvquant calibrate, or take preset "
+    "Calibrate it with hf_kvquant.smooth_attention(model, tokenizer, texts, preset_or_config) or hf-kvquant calibrate "
+    "--preset, or take preset "
     "'int8'. hf_kvquant.run_preflight(model) measures the cost."
 )
 
@@ -89,7 +90,7 @@ def test_calibrated_and_measured_models_are_left_alone(caplog: pytest.LogCapture
     assert result.cost is not None and len(said(caplog, model, "int4-g32")) == 1
     for mode in ("fold", "online"):
         model = with_outliers(16.0)
-        hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], mode=mode, progress=False)
+        hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], "int4-token", mode=mode, progress=False)
         assert said(caplog, model, "int4-token") == []
 
 

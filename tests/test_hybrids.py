@@ -192,7 +192,9 @@ def test_keys_are_calibrated_and_values_rotated() -> None:
     """Falcon-H1 multiplies its keys by a number, which is the projection's as far as factors go."""
     model = copy.deepcopy(models.family("falcon_h1"))
     before = greedy(model, left_padded(), 3)
-    result = hf_kvquant.smooth_attention(model, models.tokenizer(), ["ab cd ef gh " * 200], window=64, mode="fold")
+    result = hf_kvquant.smooth_attention(
+        model, models.tokenizer(), ["ab cd ef gh " * 200], "int4-token", window=64, mode="fold"
+    )
     assert [layer.layer_idx for layer in result.layers] == [0, 1]
     assert hf_kvquant.rotate_values(model) == (0, 1)
     after = greedy(model, left_padded(), 3)

@@ -118,7 +118,7 @@ def test_a_run_that_read_nothing_is_refused(chunk_size: int, monkeypatch: pytest
     models.read_nothing(monkeypatch)
     result = compare(models.llama(), ids(), {"int4-token": "int4-token"}, chunk_size=chunk_size)[0]["int4-token"]
     assert result.kld.mean() < 1e-6 and result.pairs_read == result.pairs_dequantized == 0
-    with pytest.raises(NothingRead, match=r"int4 must read 550 \(query, token\) pairs from codes, got 0\. Some"):
+    with pytest.raises(NothingRead, match=r"int4-token must read 550 \(query, token\) pairs from codes, got 0\. Some"):
         check_pairs("int4-token", dataclasses.replace(result, pairs_expected=550))
 
 

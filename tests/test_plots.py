@@ -212,7 +212,8 @@ def test_messages_follow_the_numbers() -> None:
     numbers = {name: next(iter(panels.values())) for name, panels in report_numbers().items()}
     found = {name: page.PICTURES[name].message(each) for name, each in numbers.items()}
     assert found == {
-        "quality.svg": f"int4, int4-channel, int4-g32, {LONG}, k8v4, int8 and int8:0+32 diverge least for their size",
+        "quality.svg": f"int4-token, int4-channel, int4-g32, {LONG}, k8v4, int8 and int8:0+32 diverge least for their "
+        "size",
         "positions.svg": "int8:0+32 diverges most in the part from token 2 on",
         "layers.svg": "Layer 5 is the most sensitive to int8:0+32",
         "keys.svg": "Calibration brings layer 31's largest key channel from 6.0 to 1.3 times the median",
@@ -273,7 +274,7 @@ def covered_point(axes: Any) -> None:
     [
         (cut_bar, "outside of its axes: Rectangle"),
         (cut_point, "outside of its axes: Line2D"),
-        (two_texts, "on each other: int4, int4-channel"),
+        (two_texts, "on each other: int4-token, int4-channel"),
         (far_text, "cut off: int4"),
         (small_text, "too small, 10.7 pixels: int4"),
         (covered_point, "on a point: int4"),

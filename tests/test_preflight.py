@@ -99,7 +99,7 @@ def test_the_smallest_preset_that_is_good_enough_is_picked() -> None:
     model = build()
     result = run_preflight(model)
     assert result.is_safe and result.kld is not None and result.kld <= preflight.GOAL
-    assert result.num_tokens == divergence.NUM_WINDOWS * 127 and result.source == "text that the model wrote"
+    assert result.num_tokens == 2 * 127 and result.source == "text that the model wrote"
     for layer in result.layers:
         assert layer.kld is not None and layer.kld <= preflight.GOAL * preflight.LAYER_SHARE
         assert [name for name, _ in layer.tried] == list(preflight.LADDER[: preflight.LADDER.index(layer.name)])
@@ -121,7 +121,7 @@ def test_layers_are_measured_one_by_one_and_together() -> None:
 
 def test_a_tighter_goal_takes_more_bits() -> None:
     model = build()
-    bits = {"int4-token": 4, "int4-channel": 4.5, "k8v4": 6, "int8": 8, "none": 16}
+    bits = {"int4": 4, "int4-token": 4.5, "k8v4": 6, "int8": 8, "none": 16}
     totals = []
     for goal in (0.5, 3e-3, 3e-5, 1e-9):
         result = run_preflight(model, max_kld=goal)
@@ -355,7 +355,7 @@ def test_known_killers(killer: Any, config: Any, signal: str, cause: str, remedy
         )
     else:
         assert error.signal == signal
-        expected = f"for_model: `preset_or_config` must fit the weights {of_layer}, got int4 ("
+        expected = f"for_model: `preset_or_config` must fit the weights {of_layer}, got int4-token ("
     assert message.startswith(expected)
     # With the transforms of the preset, the same format serves.
     assert run_preflight(model, "int4-token", measure=measure).is_safe
@@ -368,7 +368,7 @@ def test_calibration_is_a_remedy() -> None:
     with pytest.raises(PreflightError, match=r"times the median channel, limit 8\)\. Calibrate factors \(hf_kvquant"):
         KVQuantConfig.for_model(model, UNSMOOTHED, presets=["int4-token"])
     for mode in ("fold", "online"):
-        hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], mode=mode, progress=False)
+        hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], "int4-token", mode=mode, progress=False)
         for measure in (True, False):
             assert run_preflight(model, "int4-token", measure=measure).is_safe
         hf_kvquant.unsmooth(model)
@@ -395,7 +395,7 @@ def test_a_remedy_may_have_no_name() -> None:
 
 
 def test_a_remedy_that_is_the_same_for_all_layers_is_said_once() -> None:
-    with pytest.raises(PreflightError, match=r"`transforms`\. Or use 'int4-channel', which is good enough\. f"):
+    with pytest.raises(PreflightError, match=r"`transforms`\. Or use 'int4', which is good enough\. f"):
         KVQuantConfig.for_model(biased(), ROTATED, measure=False)
 
 
@@ -437,7 +437,7 @@ def test_logits_that_are_no_numbers() -> None:
         KVQuantConfig.for_model(model)
     assert caught.value.signal == "unknown" and caught.value.value is None
     assert str(caught.value) == (
-        "for_model: `model` must be checked in layer 0 before int4-channel is used, got no verdict: its logits are not "
+        "for_model: `model` must be checked in layer 0 before int4 is used, got no verdict: its logits are not "
         "finite. Check the checkpoint, or load it in bfloat16 or float32. Load the weights, or pass `tokenizer` and "
         "`texts` to measure it. force=True accepts it anyway."
     )
@@ -579,7 +579,7 @@ def test_the_reference_model_and_its_killers() -> None:
         return AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
 
     assert run_preflight(load(), UNTRANSFORMED, measure=False).is_safe
-    assert run_preflight(load(), measure=False).spelled() == "'int4-channel'"
+    assert run_preflight(load(), measure=False).spelled() == "'int4'"
     for spoil, config in ((inject_key_bias, ROTATED), (inject_key_outliers, UNTRANSFORMED)):
         model = load()
         spoil(model)
@@ -628,9 +628,7 @@ def test_weights_that_are_nowhere() -> None:
         assert [verdict.cells(layer) for layer in result.layers] == [("?", "?", "-")] * 2
         assert all(layer.signals.head_dim == 64 and layer.signals.num_q_per_kv == 2 for layer in result.layers)
         assert "Divergences were not measured: " in result.report()
-        with pytest.raises(
-            PreflightError, match="must be checked in layer 0 before int4-channel is used, got no verdi"
-        ):
+        with pytest.raises(PreflightError, match="must be checked in layer 0 before int4 is used, got no verdi"):
             result.approved()
         assert isinstance(result.approved(force=True), KVQuantConfig)
 
@@ -716,7 +714,7 @@ def test_blocks_need_texts_that_fill_them() -> None:
     [
         (
             {"presets": "int4-token"},
-            r"run_preflight: `presets` must be a list of names, got 'int4-token'\. The default is \['int4-channel', ",
+            r"run_preflight: `presets` must be a list of names, got 'int4-token'\. The default is \['int4', ",
         ),
         ({"presets": []}, r"run_preflight: `presets` must be a list of names, got \[\]\."),
         (

@@ -107,11 +107,11 @@ def test_calibration_and_pre_flight_show_what_they_do(
     model, tokenizer = models.build("llama"), models.tokenizer()
     run_preflight(model, tokenizer=tokenizer, texts=[TEXT], presets=["int4-token", "none"], progress=progress)
     shown = capsys.readouterr().err
-    assert ("run_preflight: layer 1, int4, " in shown) == progress
+    assert ("run_preflight: layer 1, int4-token, " in shown) == progress
     run_preflight(model, "int8", progress=progress)
     shown = capsys.readouterr().err
     assert ("run_preflight: writing a text, token " in shown) == progress
-    smooth_attention(model, tokenizer, [TEXT], window=64, progress=progress)
+    smooth_attention(model, tokenizer, [TEXT], "int4-token", window=64, progress=progress)
     shown = capsys.readouterr().err
     assert ("smooth_attention: errors of candidates: 50 %, " in shown) == progress
     assert progress or shown == ""

@@ -207,7 +207,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], folder: str, data: Path, *arguments: object) -> tuple[int, str, str]:
-    small = "--window 200 --tokens 150 --drift 0 --needles 0 --recipes int4,naive-2 --dtype float32".split()
+    small = "--window 200 --tokens 150 --drift 0 --needles 0 --recipes int4-token,naive-2 --dtype float32".split()
     code = cli.main(("eval", "recipes", folder, "--text", str(data / "text.txt"), *small, *map(str, arguments)))
     captured = capsys.readouterr()
     return code, " ".join(captured.out.split()), captured.err

@@ -592,7 +592,7 @@ def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_sample")
 def test_command(capsys: pytest.CaptureFixture[str], folder: Path, file: Path, tmp_path: Path) -> None:
     record, picture = tmp_path / "record.json", tmp_path / "picture.svg"
-    names = "int4,naive-2,kvquant-3,oscar-2,kvarn-k2v2"
+    names = "int4-token,naive-2,kvquant-3,oscar-2,kvarn-k2v2"
     options = (*small(file), "--recipes", names, "--inject-outliers", 8)
     code, out, err = run(capsys, folder, *options, "--output", record, "--picture", picture)
     assert code == 0, err

@@ -170,7 +170,7 @@ def test_offsets_and_limits(kv_format: KVFormat, offset: int, limit: int) -> Non
     assert reference.max_code(kv_format) == limit
 
 
-@pytest.mark.parametrize(("storage", "offset"), [("int8", 128), ("int4-token", 8)])
+@pytest.mark.parametrize(("storage", "offset"), [("int8", 128), ("int4", 8)])
 def test_symmetric_codes_are_balanced(storage: str, offset: int) -> None:
     # -128 and -8 have no positive counterpart and are not used, so negating x mirrors the codes.
     kv_format = KVFormat(storage)  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ def test_zeros_are_exact(kv_format: KVFormat) -> None:
     assert_same(reference.dequantize(planes, kv_format), x, kv_format.describe())
 
 
-@pytest.mark.parametrize("storage", ["int8", "int4-token"])
+@pytest.mark.parametrize("storage", ["int8", "int4"])
 def test_constants_of_float16_are_exact_when_asymmetric(storage: str) -> None:
     kv_format = KVFormat(storage, symmetric=False)  # type: ignore[arg-type]
     x = torch.tensor([0.1, -3.7, 60000.0, 2.0**-24]).half().view(1, 1, 4, 1).expand(1, 1, 4, 64)
@@ -366,7 +366,7 @@ def test_append_writes_the_new_tokens_and_nothing_else(kv_format: KVFormat) -> N
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("storage", ["int8", "int4-token", "fp8"])
+@pytest.mark.parametrize("storage", ["int8", "int4", "fp8"])
 def test_bad_values_spoil_a_frozen_scale(storage: str, bad: float) -> None:
     kv_format = KVFormat(storage, "tensor")  # type: ignore[arg-type]
     planes = kv_format.allocate(2, 2, 64, 64, dtype=torch.float32, device=torch.device("cpu"))

@@ -141,7 +141,7 @@ def test_the_page_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
     "options, message",
     [
         (["--preset", "int9"], "`--preset` must be one of "),
-        (["--preset", "int4-token:4+128"], "`--preset int4:4+128` does not serve "),
+        (["--preset", "int4-token:4+128"], "`--preset int4-token:4+128` does not serve "),
         (["--cb-page-size", "100"], "`--cb-page-size` must be a multiple of 128 tokens, got 100."),
         (["--cb-block-size", "0"], "`--cb-page-size` must be at least 1, got 0."),
         (["--cb-num-blocks", "0"], "`--cb-num-blocks` must be at least 1, got 0."),

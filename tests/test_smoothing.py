@@ -99,10 +99,10 @@ def with_outliers(name: str = "llama", dtype: torch.dtype = torch.float32, **opt
     return model.to(dtype)
 
 
-def smooth(model: Any, *args: Any, **kwargs: Any) -> SmoothingResult:
+def smooth(model: Any, preset: Any = "int4-token", **kwargs: Any) -> SmoothingResult:
     """`smooth_attention` on the text of these tests, into the weights or not at all unless a mode is named."""
     options = {"window": WINDOW, "mode": "fold", **kwargs}
-    return smooth_attention(model, models.tokenizer(), [TEXT], *args, **options)
+    return smooth_attention(model, models.tokenizer(), [TEXT], preset, **options)
 
 
 def logits(model: Any, text: str = OTHER) -> Tensor:

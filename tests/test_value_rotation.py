@@ -246,7 +246,7 @@ def test_what_else_is_in_a_fused_projection_stays() -> None:
 def test_smoothing_and_rotation_undo_each_other_in_turn(name: str, is_first: bool) -> None:
     def smooth() -> None:
         text = "The quick brown fox jumps over the lazy dog; 0123456789. " * 10
-        hf_kvquant.smooth_attention(model, models.tokenizer(), [text], window=64, candidates=(1.0,))
+        hf_kvquant.smooth_attention(model, models.tokenizer(), [text], "int4-token", window=64, candidates=(1.0,))
 
     model = build(name)
     weights = snapshot(model)

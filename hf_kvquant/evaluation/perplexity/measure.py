@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
+from ...calibration.choices import CALIBRATED_PRESET
 from ...calibration.search import collect
 from ...calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
 from ...common.progress import Tell
@@ -45,9 +46,8 @@ CACHE_BYTES = 2**30
 # Tokens on which one layer at a time is quantised. More are not needed, since the cost of a layer hardly depends on the
 # text (`preflight/divergence.py`), and attention in one forward is quadratic in their number.
 LAYER_TOKENS = 1024
-# The preset that keys are calibrated for here, and on how many tokens. Calibrating on the measured text would flatter a
-# divergence, but none is computed here: only the keys of this text are shown.
-CALIBRATED_FOR = "int4"
+# On how many tokens keys are calibrated here. Calibrating on the measured text would flatter a divergence, but none is
+# computed here: only the keys of this text are shown.
 CALIBRATION_TOKENS = 4096
 KEY_PASSES = 3  # over these tokens, of the model or of what takes as long
 
@@ -318,7 +318,7 @@ def key_magnitudes(
     options: dict[str, Any] = {"mode": "auto", "num_tokens": CALIBRATION_TOKENS, "window": ids.shape[1]}
     try:
         result = (
-            smooth_attention(model, tokenizer, [text], CALIBRATED_FOR, **options) if state is None else state.result
+            smooth_attention(model, tokenizer, [text], CALIBRATED_PRESET, **options) if state is None else state.result
         )
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return {"unmeasured": " ".join(str(error).split())}
@@ -342,7 +342,7 @@ def key_magnitudes(
             "before": short(seen.largest(None) * in_weights),
             "after": short(seen.largest(center) / (layer.factor / in_weights)),
         }
-    return {"preset": CALIBRATED_FOR, "tokens": ids.shape[1], "is_calibrated": is_calibrated, "layers": layers}
+    return {"preset": CALIBRATED_PRESET, "tokens": ids.shape[1], "is_calibrated": is_calibrated, "layers": layers}
 
 
 def segments_at_once(model: PreTrainedModel, length: int, sizes: Mapping[str, Mapping[str, Any]]) -> int:
