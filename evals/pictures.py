@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import render_real
+
 from hf_kvquant.evaluation.report.plots import INK, MUTED, PALETTE, label, picture
 
 # What pictures show of decode.json and generate.json, and in which colour. Names are those of decode_cases.py and
@@ -45,7 +47,7 @@ def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
 def plotted_presets(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """`quality`: by preset of the README's table, relative size of the cache and share of next tokens that are others.
     `speed`: by preset, how many times as fast as bf16. `gpu`: its name."""
-    sizes, quality, gpu = results["fidelity"]["presets"], results["real_generate"]["presets"], results["decode"]
+    sizes, quality, gpu = results["fidelity"]["presets"], render_real.measured_presets(results), results["decode"]
     whole = sizes["none"]["bytes_per_token"]
     (case,) = (case for case in gpu["cases"] if case["case"] == SPEED_CASE)
     return {

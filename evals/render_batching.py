@@ -17,7 +17,7 @@ from hf_kvquant.evaluation.report.plots import label, picture
 THEIRS, OURS = "flash", "int4-token"
 # What the picture shows, and how: a workload that was measured with several sizes of the cache.
 DRAWN_WORKLOAD = "W1"
-DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: ("int4", COLOURS["int4"])}
+DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: (OURS, COLOURS["int4"])}
 # All systems, and the sizes of the cache in GB with which they are compared on that workload; None: all memory.
 NAMES = {
     "transformers": "transformers, sdpa",
@@ -140,7 +140,7 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
     most, theirs = lines[THEIRS][-1]
     least, ours = next((point for point in lines[OURS] if point[1] >= theirs), lines[OURS][-1])
     memories = [memory for points in lines.values() for memory, _ in points]
-    title = f"{least:.0f} GB of int4 cache serve {ours / theirs:.1f} times what {most:.0f} GB of bf16 do"
+    title = f"{least:.0f} GB of {OURS} serve {ours / theirs:.1f} times what {most:.0f} GB of bf16 do"
     with picture(path, numbers, title, height=3.0) as ((axes,),):
         for system, points in lines.items():
             name, color = DRAWN[system]

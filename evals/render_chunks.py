@@ -18,9 +18,9 @@ KERNELS = {
     "fa2": "FlashInfer FA2, bf16",
     "fa3": "FlashInfer FA3, bf16",
     "int8": "`int8`",
-    "int4-token": "`int4-token`",
+    "int4": "`int4`",
 }
-COMPARED = ("int8", "int4-token")
+COMPARED = ("int8", "int4")
 # From so many new tokens on, the kernel for chunks attends in each case.
 MANY = 32
 

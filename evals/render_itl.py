@@ -24,7 +24,7 @@ DRAWN = {
     "int8": {"color": COLOURS["int8"], "marker": "s"},
     # Hollow, so that a preset that is nearly as fast shows behind it.
     "int2": {"color": PALETTE[4], "marker": "D"},
-    "int4": {"color": COLOURS["int4"], "marker": "o", "markerfacecolor": "none", "markersize": 8},
+    "int4-token": {"color": COLOURS["int4"], "marker": "o", "markerfacecolor": "none", "markersize": 8},
 }
 
 
@@ -110,7 +110,7 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
     """Draw the time of a step against the tokens held, a panel for each batch, both on logarithmic scales."""
     slopes = numbers["slopes"]
     plain = min(slopes[arm] for arm in NAMES if slopes.get(arm) is not None)
-    title = f"1,000 tokens cost a step {slopes['int4']:.1f} µs with int4, {plain:.1f} with bf16"
+    title = f"1,000 tokens cost a step {slopes['int4-token']:.1f} µs with int4-token, {plain:.1f} with bf16"
     batches = numbers["steps"]
     with picture(path, numbers, title, columns=len(batches), height=3.0) as (panels,):
         for axes, (batch, arms) in zip(panels, batches.items(), strict=True):

@@ -206,7 +206,7 @@ def rendered(page: str, texts: Mapping[str, str]) -> str:
 
 def summary_table(results: Mapping[str, dict[str, Any]], cpu: dict[str, Any], decode: dict[str, Any]) -> str:
     """Memory, quality and speed of some presets."""
-    sizes, quality = (results[name]["presets"] for name in ("fidelity", "real_generate"))
+    sizes, quality = results["fidelity"]["presets"], render_real.measured_presets(results)
     (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
     on_gpu = {row["preset"]: row["speedup"] for row in case["rows"]}
     on_cpu, unquantised = speedups(cpu), sizes["none"]["bytes_per_token"]
@@ -214,7 +214,8 @@ def summary_table(results: Mapping[str, dict[str, Any]], cpu: dict[str, Any], de
     for preset in pictures.SUMMARY_PRESETS:
         row, size = quality[preset], sizes[preset]["bytes_per_token"]
         cells = [f"`{preset}`", f"{size / unquantised:.0%}", f"{row['perplexity_change']:+.2%}"]
-        rows.append([*cells, f"{row['agreement']:.1%}", f"{on_gpu[preset]:.1f}x", f"{on_cpu[preset]:.1f}x"])
+        cells += [f"{row['agreement']:.1%}", f"{on_gpu[preset]:.1f}x"]
+        rows.append([*cells, f"{on_cpu[preset]:.1f}x" if preset in on_cpu else "-"])
     return table(
         ["preset", "cache size", "perplexity change", "same next token", "GPU attention", "CPU attention"], rows
     )
@@ -240,7 +241,7 @@ def summary_caption(real: dict[str, Any], cpu: dict[str, Any], decode: dict[str,
         f"{real['n0']:,} tokens. GPU attention: one decode step against the fastest bf16 kernel of PyTorch and "
         f"FlashInfer ({decode['gpu'].removeprefix('NVIDIA ')}, {case['shape']['batch']} sequences of "
         f"{describe_context(case)} tokens). CPU attention: one decode step against PyTorch on {cpu['threads']} threads "
-        f"of {_article(cpu['cpu'])} ({cpu['shape']['length']:,} tokens)."
+        f"of {_article(cpu['cpu'])} ({cpu['shape']['length']:,} tokens); a dash: not measured."
     )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import render_recipes
 
+from hf_kvquant import PRESETS
 from hf_kvquant.common.tables import markdown_table, scientific
 from hf_kvquant.evaluation.choices import UNQUANTIZED
+from hf_kvquant.presets import PRESET_WINDOWS
 
 MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense windows, and each without: first and newest tokens follow the name.
@@ -27,12 +29,18 @@ def kld_in(results: Mapping[str, Any], preset: str) -> str:
     return "-" if row is None else scientific(row["kld"])
 
 
+def measured_presets(files: Files) -> dict[str, Any]:
+    """What each preset costs as `generate` reads, with its own dense windows, in the order of `PRESETS`."""
+    measured = {**files["real_generate"]["presets"], **files["real_windows"]["presets"]}
+    return {name: measured[name] for name in PRESETS if name in measured}
+
+
 def preset_table(files: Files) -> str:
     """Every preset: its bits, and its distance from the unquantised cache in each way of reading."""
     headings = ["preset", "bits per value", "same next token", "perplexity", "KL, nats per token", "99 %"]
     headings += ["KL, calibrated", "in chunks, calibrated"]
     rows = []
-    for preset, row in files["real_generate"]["presets"].items():
+    for preset, row in measured_presets(files).items():
         if preset == UNQUANTIZED:
             continue
         cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['agreement']:.1%}"]
@@ -71,6 +79,7 @@ def windows_table(files: Files) -> str:
     rows = []
     for name in (*WITH_WINDOWS, "quanto-4:0+128"):
         row, (preset, _, dense) = measured[name], name.partition(":")
+        dense = dense or "+".join(map(str, PRESET_WINDOWS.get(preset, {}).values()))
         cells = [f"`{preset}`", dense.replace("+", " + ") or "none", scientific(row["kld"]), f"{row['kld_p99']:.2g}"]
         cells += [f"{row['agreement']:.1%}", f"{row['perplexity_change']:+.2%}"]
         rows.append([*cells, scientific(far[name]["kld"]) if name in far else "-"])

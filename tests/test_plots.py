@@ -28,7 +28,7 @@ SMALLEST = 11  # pixels of its letters
 CONTRAST = 4.5  # of text, after WCAG 2.1, level AA
 
 LONG = "int4-channel-untransformed:4+128"
-NAMES = ["int8", "k8v4", "int4-token", "int4-g32", "int4-channel", "fp8", LONG, "int8:0+32"]
+NAMES = ["int8", "k8v4", "int4", "int4-g32", "int4-channel", "fp8", LONG, "int8:0+32"]
 
 
 @pytest.fixture(scope="module")
@@ -174,16 +174,14 @@ def test_a_picture_can_be_read(renderer: ModuleType, figures: list[Any], tmp_pat
 
 def test_titles_of_the_readme_follow_the_numbers(renderer: ModuleType, figures: list[Any], tmp_path: Path) -> None:
     drawing, path = renderer.pictures, tmp_path / "x.svg"
-    quality = {"bf16": [1.0, 0.0], "int8": [0.51, 0.0], "int4-token": [0.27, 0.013]}
-    drawing.draw_presets(
-        {"quality": quality, "speed": {"bf16": 1.0, "int8": 1.9, "int4-token": 3.41}, "gpu": "X"}, path
-    )
-    time = {"bf16": [[1024, 7.0], [8192, 15.0]], "int4-token": [[1024, 8.0], [8192, 10.0]]}
-    drawing.draw_decode({"time": time, "share": {"int4-token": [[1.0, 0.25], [8.0, 0.9]]}, "gpu": "X"}, path)
+    quality = {"bf16": [1.0, 0.0], "int8": [0.51, 0.0], "int4": [0.27, 0.013]}
+    drawing.draw_presets({"quality": quality, "speed": {"bf16": 1.0, "int8": 1.9, "int4": 3.41}, "gpu": "X"}, path)
+    time = {"bf16": [[1024, 7.0], [8192, 15.0]], "int4": [[1024, 8.0], [8192, 10.0]]}
+    drawing.draw_decode({"time": time, "share": {"int4": [[1.0, 0.25], [8.0, 0.9]]}, "gpu": "X"}, path)
     steps = {
-        "1x2k": {"static": 7.0, "int8-static": 6.7, "int4-token-static": 6.5, "int4-token-capture": None},
-        "8x16k": {"static": 45.0, "int8-static": 8.5, "int4-token-static": 7.7, "int4-token-capture": 6.0},
-        "64x8k": {"static": None, "int8-static": 15.0, "int4-token-static": 1.0, "int4-token-capture": 1.0},
+        "1x2k": {"static": 7.0, "int8-static": 6.7, "int4-static": 6.5, "int4-capture": None},
+        "8x16k": {"static": 45.0, "int8-static": 8.5, "int4-static": 7.7, "int4-capture": 6.0},
+        "64x8k": {"static": None, "int8-static": 15.0, "int4-static": 1.0, "int4-capture": 1.0},
     }
     drawing.draw_generate({"steps": steps, "parameters": 8.03e9, "gpu": "X"}, path)
     assert [figure.get_suptitle() for figure in figures] == [
@@ -203,17 +201,16 @@ def test_one_panel_is_enough(figures: list[Any], tmp_path: Path, name: str) -> N
 
 
 def test_what_is_zero_has_no_place_on_a_logarithmic_scale(figures: list[Any], tmp_path: Path) -> None:
-    panel = {"int8": [[0, 0.0], [1, 0.0]], "int4-token": [[0, 1e-3], [1, 0.0]]}
+    panel = {"int8": [[0, 0.0], [1, 0.0]], "int4": [[0, 1e-3], [1, 0.0]]}
     plots.lines(tmp_path / "x.svg", {"as it is": panel}, "A message", xlabel="layer", ylabel="nats")
-    assert not faults(figures[0]) and [text.get_text() for text in figures[0].axes[0].texts] == ["int4-token"]
+    assert not faults(figures[0]) and [text.get_text() for text in figures[0].axes[0].texts] == ["int4"]
 
 
 def test_messages_follow_the_numbers() -> None:
     numbers = {name: next(iter(panels.values())) for name, panels in report_numbers().items()}
     found = {name: page.PICTURES[name].message(each) for name, each in numbers.items()}
     assert found == {
-        "quality.svg": f"int4-token, int4-channel, int4-g32, {LONG}, k8v4, int8 and int8:0+32 diverge least for their "
-        "size",
+        "quality.svg": f"int4, int4-channel, int4-g32, {LONG}, k8v4, int8 and int8:0+32 diverge least for their size",
         "positions.svg": "int8:0+32 diverges most in the part from token 2 on",
         "layers.svg": "Layer 5 is the most sensitive to int8:0+32",
         "keys.svg": "Calibration brings layer 31's largest key channel from 6.0 to 1.3 times the median",
@@ -252,21 +249,21 @@ def cut_point(axes: Any) -> None:
 
 
 def two_texts(axes: Any) -> None:
-    axes.text(0.5, 0.5, "int4-token")
+    axes.text(0.5, 0.5, "int4")
     axes.text(0.5, 0.52, "int4-channel")
 
 
 def far_text(axes: Any) -> None:
-    axes.text(3.0, 0.5, "int4-token").set_in_layout(False)
+    axes.text(3.0, 0.5, "int4").set_in_layout(False)
 
 
 def small_text(axes: Any) -> None:
-    axes.text(0.5, 0.5, "int4-token", fontsize=8)
+    axes.text(0.5, 0.5, "int4", fontsize=8)
 
 
 def covered_point(axes: Any) -> None:
     axes.plot([0.0, 0.5, 1.0], [0.0, 0.5, 1.0], "o")
-    axes.annotate("int4-token", (0.5, 0.5), ha="center", va="center")
+    axes.annotate("int4", (0.5, 0.5), ha="center", va="center")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +271,7 @@ def covered_point(axes: Any) -> None:
     [
         (cut_bar, "outside of its axes: Rectangle"),
         (cut_point, "outside of its axes: Line2D"),
-        (two_texts, "on each other: int4-token, int4-channel"),
+        (two_texts, "on each other: int4, int4-channel"),
         (far_text, "cut off: int4"),
         (small_text, "too small, 10.7 pixels: int4"),
         (covered_point, "on a point: int4"),
@@ -292,7 +289,7 @@ def test_faults_are_found(
 
 def test_labels_far_from_their_points_are_found(figures: list[Any], tmp_path: Path) -> None:
     with plots.picture(tmp_path / "x.svg", {}, "A message") as ((axes,),):
-        for x, name in ((0.0, "int8"), (1.0, "int4-token")):
+        for x, name in ((0.0, "int8"), (1.0, "int4")):
             axes.plot([x], [x], "o")
             plots.label(axes, name, (x, x))
     (figure,) = figures

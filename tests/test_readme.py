@@ -116,8 +116,8 @@ def test_readme_table(renderer: ModuleType) -> None:
     lines = renderer.summary_table(results, results["cpu_decode"], results["decode"]).splitlines()
     rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])}
     assert set(rows) <= {f"`{name}`" for name in PRESETS} and len(rows) == len(renderer.pictures.SUMMARY_PRESETS)
-    row = next(row for row in results["cpu_decode"]["rows"] if row["preset"] == "int4-token")
-    assert rows["`int4-token`"][-1] == f"{row['speedup']:.1f}x"
+    row = next(row for row in results["cpu_decode"]["rows"] if row["preset"] == "int8")
+    assert rows["`int8`"][-1] == f"{row['speedup']:.1f}x"
 
 
 def test_readme_is_read_in_a_few_minutes() -> None:
@@ -153,7 +153,7 @@ def gpu_results() -> dict[str, Any]:
             "shape": {**shape, "is_ragged": is_ragged},
             "rows": [
                 {"preset": "int8", "median_us": 254.4, "bytes": 1090e6, "share": 0.964, "speedup": 1.941},
-                {"preset": "int4-token", "median_us": 9.87, "bytes": 570e6, "share": 0.925, "speedup": None},
+                {"preset": "int4", "median_us": 9.87, "bytes": 570e6, "share": 0.925, "speedup": None},
             ],
             "peers": [] if best_us is None else peers,
             "best_bf16": None if best_us is None else {"peer": "bf16 torch cuDNN", "median_us": best_us},
@@ -186,7 +186,7 @@ def test_gpu_tables(renderer: ModuleType) -> None:
     assert rows[0] == ["kernel, µs", "64 x 8k, 32/8", "1 x 8k, 32/8"]
     assert rows[2:] == [
         ["hf_kvquant `int8`", "254", "254"],
-        ["hf_kvquant `int4-token`", "9.9", "9.9"],
+        ["hf_kvquant `int4`", "9.9", "9.9"],
         ["torch cuDNN, bf16", "495", "-"],
         ["FBGEMM, 1 group, int4", "560", "-"],
     ]
@@ -204,8 +204,9 @@ def generate_results() -> dict[str, Any]:
 
     ours = [
         row("int8-static", 8.0, 8_000_000_000, 20.0),
-        row("int4-token-static", 7.0, 4_000_000_000, 21.4),
-        row("int4-token-capture", 5.0, 4_000_000_000, 0.4),
+        row("int4-static", 7.0, 4_000_000_000, 21.4),
+        row("int4-capture", 5.0, 4_000_000_000, 0.4),
+        row("int4-token-capture", 4.0, 4_000_000_000, 0.4),
     ]
     floor = {"step_ms": 6.0}
     return {
@@ -226,8 +227,8 @@ def test_generate_table(renderer: ModuleType) -> None:
     results = generate_results()
     lines = renderer.render_generate.step_table(results).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert {len(row) for row in rows} == {8}
-    speeds = ["45.00 (178)", "8.00 (1,000)", "7.00 (1,143)", "5.00 (1,600)"]
+    assert {len(row) for row in rows} == {9}
+    speeds = ["45.00 (178)", "8.00 (1,000)", "7.00 (1,143)", "5.00 (1,600)", "4.00 (2,000)"]
     assert rows[2] == ["8 x 16k", "6.00", *speeds, "9.0x", "17.00, 8.00, 4.00"]
     assert rows[3] == ["64 x 8k", "6.00", "-", "-", *speeds[2:], "-", "-, -, 4.00"]
     caption = renderer.render_generate.caption(results)
@@ -248,14 +249,14 @@ def scenario_results() -> dict[str, Any]:
     slow = {"system": "dynamic", "plain": speed(40.0), "assistant": speed(90.4), "lookup": None}
     slow["failures"] = {"lookup": "TypeError: no lookup"}
     fast = {
-        "system": "int4-token-capture",
+        "system": "int4-capture",
         "plain": speed(150.0),
         "assistant": speed(300.0, is_captured=True, equal=False, equal_tokens=7),
         "lookup": speed(250.0),
     }
     refusal = {"system": "static", "reason": "ValueError: not with static caches."}
-    turns = [first("static", 0.08, 1), first("int4-token-capture", 0.0512, 1)]
-    prompts = [first("int4-token-capture", 14.31, 33_000_000_000)]
+    turns = [first("static", 0.08, 1), first("int4-capture", 0.0512, 1)]
+    prompts = [first("int4-capture", 14.31, 33_000_000_000)]
     return {
         **{key: generate_results()[key] for key in ("dtype", "torch", "transformers", "gpu", "date")},
         "scenarios": [
@@ -274,15 +275,7 @@ def test_scenario_table(renderer: ModuleType) -> None:
     assert rows[2:] == [
         ["transformers, dynamic", "-", "-", "-", "40", "90 (2.4)", "-"],
         ["transformers, static", "80", "-", "-", "-", "-", "-"],
-        [
-            "`int4-token`, captured",
-            "51",
-            "14.3",
-            "33.0",
-            "150",
-            "300 (2.4, same for 7 tokens)",
-            "250 (2.4, not captured)",
-        ],
+        ["`int4`, captured", "51", "14.3", "33.0", "150", "300 (2.4, same for 7 tokens)", "250 (2.4, not captured)"],
     ]
     caption = renderer.render_generate.scenario_caption(results)
     assert "512 new tokens behind 32,768 in the cache" in caption and "131,008 tokens in chunks of 2,048" in caption
@@ -292,8 +285,8 @@ def test_scenario_table(renderer: ModuleType) -> None:
 
 def chunk_results() -> dict[str, Any]:
     """A results file of bench_chunks.py with one case."""
-    us = {"flash": 1511.4, "cudnn": 799.0, "fa3": 850.0, "int8": 1145.0, "int4-token": 710.0, "fp8": 1200.0}
-    speedup = {"int8": 0.698, "int4-token": 1.125, "fp8": 0.666}
+    us = {"flash": 1511.4, "cudnn": 799.0, "fa3": 850.0, "int8": 1145.0, "int4": 710.0, "fp8": 1200.0}
+    speedup = {"int8": 0.698, "int4": 1.125, "fp8": 0.666}
     case = {"batch": 1, "length": 32768, "num_new": 1024, "us": us, "speedup": speedup}
     card = {"gpu": "Some GPU", "torch": "2.11.0", "date": "2026-11-24 10:00 UTC", "head_dim": 128}
     return {**card, "peer_versions": {"flashinfer-python": "0.7.2"}, "cases": [case]}
@@ -303,14 +296,14 @@ def test_chunk_table(renderer: ModuleType) -> None:
     lines = renderer.render_chunks.chunk_table(chunk_results()).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     peers = ["flash, bf16, µs", "cuDNN, bf16, µs", "FlashInfer FA3, bf16, µs"]
-    assert rows[0][1:6] == [*peers, "`int8`, µs", "`int4-token`, µs"]
+    assert rows[0][1:6] == [*peers, "`int8`, µs", "`int4`, µs"]
     assert rows[2:] == [["1 x 32k + 1,024", "1,511", "799", "850", "1,145", "710", "0.70x", "1.12x"]]
     assert "Some GPU, torch 2.11.0, flashinfer 0.7.2, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
 
 
 def test_chunk_pages_sentence(renderer: ModuleType) -> None:
     results = chunk_results()
-    us = {"none": 100.0, "int8": 100.0, "int4-token": 100.0}
+    us = {"none": 100.0, "int8": 100.0, "int4": 100.0}
     cases = {1: (900.0, 900.0, 900.0), 4: (110.0, 80.0, 117.0), 32: (108.0, 99.0, 101.0), 1024: (109.0, 100.0, 105.0)}
     results["cases"] = [
         {"num_new": num_new, "us": us, "pages_us": dict(zip(us, pages, strict=True))}
@@ -408,7 +401,7 @@ def test_batching_picture(renderer: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     renderer.render_batching.draw(numbers, tmp_path / "batching.svg")
     drawn = (tmp_path / "batching.svg").read_text(encoding="utf-8")
-    assert "24 GB of int4 cache serve 1.6 times what 100 GB of bf16 do" in drawn
+    assert "24 GB of int4-token serve 1.6 times what 100 GB of bf16 do" in drawn
 
 
 def test_parts_of_results_that_may_be_missing(
@@ -430,8 +423,8 @@ def test_parts_of_results_that_may_be_missing(
 
 def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
     numbers = renderer.pictures.plotted_decode(gpu_results())
-    assert numbers["time"] == {"int8": [[8192, 254.4]], "int4-token": [[8192, 9.87]]}
-    assert numbers["share"] == {"int8": [[1090.0, 0.964]] * 2, "int4-token": [[570.0, 0.925]] * 2}
+    assert numbers["time"] == {"int8": [[8192, 254.4]], "int4": [[8192, 9.87]]}
+    assert numbers["share"] == {"int8": [[1090.0, 0.964]] * 2, "int4": [[570.0, 0.925]] * 2}
 
 
 def test_picture_of_steps_has_numbers_at_its_axes(
@@ -457,7 +450,7 @@ def test_picture_of_steps_has_numbers_at_its_axes(
 
 def test_generate_picture_shows_the_results(renderer: ModuleType) -> None:
     found = renderer.pictures.plotted_generate(generate_results())
-    ours = {"int4-token-static": 7.0, "int4-token-capture": 5.0}
+    ours = {"int4-static": 7.0, "int4-capture": 5.0}
     assert found["steps"] == {
         "8x16k": {"static": 45.0, "int8-static": 8.0, **ours},
         "64x8k": {"static": None, "int8-static": None, **ours},
@@ -474,7 +467,8 @@ def test_results_are_those_of_the_model_that_ships(renderer: ModuleType) -> None
 def test_every_preset_is_in_every_table(renderer: ModuleType) -> None:
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|", page, flags=re.MULTILINE)
-    measured, real = (renderer.load(name)["presets"] for name in ("fidelity", "real_generate"))
+    measured = renderer.load("fidelity")["presets"]
+    real = renderer.render_real.measured_presets(renderer.load_all())
     with_windows = [name.partition(":")[0] for name in (*renderer.render_real.WITH_WINDOWS, "quanto-4")]
     # When to take it, what it stores, and what was measured on both models; the unquantised one is not in all.
     assert sorted(rows) == sorted([*PRESETS, *PRESETS, *measured, *real.keys() - {"none"}, *with_windows])

@@ -199,7 +199,7 @@ class KVQuantCache(QuantizedCache):
         If the newest step ended early, only some layers have its tokens. They count as removed, and go first: `crop(0)`
         undoes such a step, and so does a crop of as many tokens as it had.
 
-        With dense windows and `int4-channel`, tokens may return that had become codes, and are rounded. After
+        With dense windows and keys by channel, tokens may return that had become codes, and are rounded. After
         `activate_past_recording`, this needs a crop of more than 64 tokens.
 
         Raises:

@@ -32,7 +32,7 @@ DEQUANTIZED = (
 class Pairs:
     """The (query, token) pairs of one config, summed over layers."""
 
-    # Read from codes, or from the dense tokens that belong to them (the unfinished block of `int4-channel`).
+    # Read from codes, or from the dense tokens that belong to them (the unfinished block of `int4`).
     pairs_read: int
     pairs_expected: int  # to be read in all quantised layers
     pairs_dequantized: int = 0  # read from dequantised tensors, where no kernel serves the model

@@ -148,7 +148,7 @@ class Gate:
         """Log-probabilities token by token, and pairs of modes that must have the same ones.
 
         The simulation of chunks is compared with chunks, and that of single tokens with decoding. Chunks are compared
-        with decoding only where both define the same function. They do not with `int4-channel` (a block of tokens can
+        with decoding only where both define the same function. They do not with `int4` (a block of tokens can
         fill within a chunk) or with `residual_length` (the dense tokens are counted from the end of the chunk).
         """
         run = functools.partial(self.log_probs, name, config, written=[], on_chunk=on_chunk)
