@@ -30,7 +30,7 @@ def few_bits_table(results: dict[str, Any]) -> str:
 def few_bits_caption(results: dict[str, Any]) -> str:
     """What was measured."""
     return (
-        "One decode step of one layer, as in the table above but without dense tokens, and in brackets its share of "
+        "One decode step of one layer, as in the table above, and in brackets its share of "
         f"the read bandwidth. {_origin(results)}, `evals/results/decode_few_bits.json`."
     )
 
