@@ -231,8 +231,8 @@ MUTATIONS = [
             "batching",
         ),
         (
-            "return length if layout is None else layout.num_coded(0, length)",
-            "return length",
+            "return max(length - self._window, 0) // int(self.tokens_per_page)",
+            "return length // int(self.tokens_per_page)",
             "pages are shared before they have codes",
             "batching",
         ),

@@ -272,7 +272,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "Processor": {"_add_if_it_fits", "_end_outgrown", "_wait_for_device", "look_at_model"},
         "Runner": {"_states", "max_requests", "forget_graphs"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages"},
-        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_coded", "_tokens_alone", "forget_pages"},
+        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "_tokens_alone", "forget_pages"},
         "PageMemory": set(),
     }
     from hf_kvquant.batching.cache import PageMemory

@@ -78,12 +78,9 @@ class PageAllocator(FullAttentionCacheAllocator):
         self.num_tails = int(any(page.has_tail for page in pages))
         self.num_columns = reference.NUM_TAIL_COLUMNS * self.num_tails
         self._with_tail: set[str] = set()
-        # Of the layers whose tokens get their codes later, since these are keys in blocks: the longest window.
-        self._last_to_code = max(
-            (page.layout for page in pages if page.layout.key.block_size is not None),
-            key=lambda each: each.residual_length,
-            default=None,
-        )
+        # Of the layers whose keys get their codes when their block has left the window: the longest window.
+        in_blocks = [page.layout for page in pages if page.layout.key.block_size is not None]
+        self._window = max((layout.residual_length for layout in in_blocks), default=0)
         # Of requests that have taken over tokens: how many. See `reference.TailPages`.
         self._tail_from: dict[str, int] = {}
         self._epoch = 0  # how often all pages have been forgotten
@@ -165,10 +162,12 @@ class PageAllocator(FullAttentionCacheAllocator):
         self._sinks_of.pop(request_id, None)
         super().free_blocks(request_id, no_cache)
 
-    def num_coded(self, length: int) -> int:
-        """How many of `length` tokens have their codes, in every layer. Every step asks for each request."""
-        layout = self._last_to_code
-        return length if layout is None else layout.num_coded(0, length)
+    def num_complete(self, length: int) -> int:
+        """Blocks of a request with `length` tokens in which all tokens have their codes, in every layer.
+
+        Tokens of a block of channel scales get them together, but a page is several such blocks.
+        """
+        return max(length - self._window, 0) // int(self.tokens_per_page)
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """See `CacheAllocator`. Without its sinks, a block is not found."""
@@ -187,7 +186,8 @@ class PageAllocator(FullAttentionCacheAllocator):
     def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
         """See `CacheAllocator`. A tail is none of them, nor is a block that is to get codes."""
         with self._tokens_alone(source_request_id):
-            shareable: int = super().count_shareable_blocks(source_request_id, self.num_coded(past_length))
+            num_tokens = self.num_complete(past_length) * self.tokens_per_page
+            shareable: int = super().count_shareable_blocks(source_request_id, num_tokens)
         return shareable
 
     def fork_blocks(
@@ -382,16 +382,15 @@ class PagedCache(PagedAttentionCache):
         """See `PagedAttentionCache`. A block is complete when it has its codes."""
         if not self.use_prefix_sharing:
             return {}
-        allocator, held = self.allocator, state.current_len()
-        before = allocator.num_coded(held) // allocator.tokens_per_page
-        after = allocator.num_coded(held + request_len) // allocator.tokens_per_page
+        held = state.current_len()
+        before, after = self.allocator.num_complete(held), self.allocator.num_complete(held + request_len)
         return {FULL_ATTENTION: after - before} if after > before else {}
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         """See `PagedAttentionCache`. A request that was offloaded counts all of its blocks anew."""
         if not complete_blocks:  # in nearly all steps
             return
-        most = self.allocator.num_coded(state.current_len()) // self.allocator.tokens_per_page
+        most = self.allocator.num_complete(state.current_len())
         super().mark_complete_blocks(state, {name: min(count, most) for name, count in complete_blocks.items()})
 
     def forget_pages(self) -> None:
