@@ -161,7 +161,7 @@ def test_pages(bench: ModuleType) -> None:
         "| 4096 x 4096 | 64 | 100 TFLOP/s | - | 100 TFLOP/s |",
     ]
     assert render.fastest(results) == "fast"
-    sentence = "With 4-bit weights too, a step of one sequence takes 3.2 ms instead of 5.3."
+    sentence = "With 4-bit weights and `int4-token`, a step of one sequence takes 3.2 ms instead of 5.3."
     assert render.gain_sentence(results) == sentence
     assert "4-bit weights is fast (K)" in render.caption(results)
     assert "Not measured: absent: ImportError: no such package. GPU" in render.caption(results)

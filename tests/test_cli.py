@@ -59,7 +59,7 @@ def test_generate_compares_three_presets(folder: str, capsys: pytest.CaptureFixt
     assert [table[name][1] for name in table] == ["64 KiB", "33 KiB", "133 KiB"]
     assert table["none"][3] == "100.00%"
     none, int8, int4 = (float(cells[4]) for cells in table.values())
-    assert none < 1e-6 < int8 and int4 < 1e-6, "so few tokens are dense"
+    assert none < 1e-6 < int4 < int8, "so few tokens are dense, and kernels sum in another order"
     assert "over the 16 tokens" in " ".join(output.split())
 
 
