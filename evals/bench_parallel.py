@@ -32,7 +32,7 @@ from transformers.distributed import DistributedConfig
 from hf_kvquant.evaluation.provenance import card, gpu_card
 
 DEFAULT_CASES = [Case(1, 2048), Case(8, 16384)]
-DEFAULT_SYSTEMS = ["dynamic", "int4", "int4-capture"]
+DEFAULT_SYSTEMS = ["dynamic", "int4-token", "int4-token-capture"]
 CHECKED, CHECKED_TOKENS = Case(2, 100), 16
 
 

@@ -8,7 +8,7 @@ the kernels between the linear layers. The kernels that multiply with codes seld
 
 Method:
 - Random weights of Llama-3-8B's shape, made and quantised on the GPU layer by layer. `weight_methods.py` has the
-  methods and names their kernels. The cache is `int4`, and steps are captured.
+  methods and names their kernels. The cache is `int4-token`, and steps are captured.
 - The cache is filled with random keys and values instead of a prefill, which some of these kernels do slowly. Then
   `generate` makes new tokens from one more token of the prompt, timed as in `bench_generate.py`. The roofline is also
   the one there: weights and cache, read once.
@@ -57,7 +57,7 @@ from hf_kvquant.evaluation.provenance import card, gpu_card, gpu_state
 from hf_kvquant.graphs.fusion import fused
 from hf_kvquant.upstream.releases import CACHE, cache_of
 
-SYSTEM = "int4-capture"
+SYSTEM = "int4-token-capture"
 # The most that a case may take, as a share of its step with bf16 weights.
 GOALS = {"1x2k": 0.55, "1x32k": 0.55, "8x16k": 0.7}
 REPLAYS = 30

@@ -72,10 +72,11 @@ def pages_caption(results: dict[str, Any]) -> str:
     """What was measured, and how near batches of unequal lengths come to the bandwidth."""
     uneven = next(case for case in results["cases"] if case["shape"]["is_ragged"])
     shares = (f"`{row['preset']}` reaches {row['pages']['share']:.0%}" for row in uneven["rows"])
+    date = uneven.get("date", results["date"])[:10]  # of its own run, if it has one
     return (
         "One decode step of one layer with 32 query and 8 key-value heads of 128, over sequences of equal length. "
         f"With lengths spread evenly over a range ({_name(uneven)}), in pages {', '.join(shares)} of the read "
-        f"bandwidth. {_origin(results)}, `evals/results/decode_pages.json`."
+        f"bandwidth ({date}). {_origin(results)}, `evals/results/decode_pages.json`."
     )
 
 

@@ -53,10 +53,10 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
     "int2": (_KEYS["int2"], _VALUES["int2"]),
     "fp8": (_FP8, _FP8),
 }
-# Dense tokens that belong to a preset, first and newest. All others attend to the first, and most attention goes to the
-# newest: 4 + 28 of them take four fifths off the divergence of four bits on a real model (docs/presets.md). 28 and not
-# 32, since GPU kernels read 16 dense tokens at a time, and 4 + 28 are two times 16. Two bits need more: with none, the
-# divergence of `int2` on the reference model is fifteen times that of `int4-token` (docs/recipes.md).
+# Dense tokens that belong to a preset, first and newest. All others attend to the first, and errors of the newest cost
+# most: 4 + 28 of them take four fifths off the divergence of `int4-channel` on a real model (docs/presets.md). 28 and
+# not 32, since GPU kernels read 16 dense tokens at a time, and 4 + 28 are two times 16. Two bits need more: with none,
+# the divergence of `int2` on the reference model is fifteen times that of `int4-token` (docs/recipes.md).
 _FOUR_AND_NEWEST = {"sink_length": 4, "residual_length": 128}
 PRESET_WINDOWS: dict[str, dict[str, int]] = {
     "int4": {"sink_length": 4, "residual_length": 28},

@@ -93,8 +93,8 @@ def test_results(
         for row in found["cases"]:
             assert row["products_ms"] == pytest.approx(14 * 0.01)
             assert row["ratio"] == pytest.approx(row["step_ms"] / plain["cases"][row["batch"] - 1]["step_ms"])
-            # Two layers, two heads: codes, a scale and a zero, of keys a channel and 128 tokens.
-            assert row["cache_bytes"] == row["batch"] * (row["context"] + 8) * 4 * ((16 + 32 * 4 // 128) + (16 + 4))
+            # Two layers, keys and values, two heads: codes, a scale and a zero.
+            assert row["cache_bytes"] == row["batch"] * (row["context"] + 8) * 8 * (16 + 4)
             assert row["roofline_ms"] == pytest.approx((found["weight_bytes_read"] + row["cache_bytes"]) / 10e6)
     assert results["failures"] == [{"method": "absent", "reason": "ImportError: no such package in else.so"}]
     assert [check["reached"] for check in results["checks"]] == [True, False, None]

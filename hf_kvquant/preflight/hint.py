@@ -59,8 +59,7 @@ def tell(model: PreTrainedModel, config: KVQuantConfig) -> None:
     logger.warning(
         "patch: `preset_or_config` may cost %s much quality in %d bits (%s). Calibrate it with "
         "hf_kvquant.smooth_attention(model, tokenizer, texts, preset_or_config) or hf-kvquant calibrate --preset, or "
-        "take preset 'int8'. "
-        "hf_kvquant.run_preflight(model) measures the cost.",
+        "take preset 'int8'. hf_kvquant.run_preflight(model) measures the cost.",
         type(model).__name__,
         min(config.formats(finding.layer_idx or 0).key.bits for finding in findings),
         "; ".join(causes),
