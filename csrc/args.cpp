@@ -491,35 +491,35 @@ DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, cons
   const Tensor& codes = args.key_planes[0];
   DecodeParams params{};
   static_cast<CacheParams&>(params) = cache;
-  params.query = dense({"decode", "query"}, query, codes, {cache.batch, kAny, kAny, cache.key_side.head_dim});
-  params.num_q_heads = to_int("decode", "num_q_heads", query.size(1));
-  params.q_len = to_int("decode", "q_len", query.size(2));
-  KVQ_CHECK(params.num_q_heads > 0 && params.num_q_heads % cache.num_kv_heads == 0, Subject{"decode", "query"},
+  params.query = dense({args.where, "query"}, query, codes, {cache.batch, kAny, kAny, cache.key_side.head_dim});
+  params.num_q_heads = to_int(args.where, "num_q_heads", query.size(1));
+  params.q_len = to_int(args.where, "q_len", query.size(2));
+  KVQ_CHECK(params.num_q_heads > 0 && params.num_q_heads % cache.num_kv_heads == 0, Subject{args.where, "query"},
             "have a multiple of ", cache.num_kv_heads, " heads, the cache's key-value heads, got ",
             params.num_q_heads, ".", kOfAnother);
-  KVQ_CHECK(params.q_len <= kMaxInt / params.num_q_heads, Subject{"decode", "query"}, "have at most ", kMaxInt,
+  KVQ_CHECK(params.q_len <= kMaxInt / params.num_q_heads, Subject{args.where, "query"}, "have at most ", kMaxInt,
             " rows in a sequence, got ", shape_of(query), ". Pass fewer tokens.");
-  params.counters = array<int32_t>({"decode", "counters"}, counters, codes, {kNumCounters},
+  params.counters = array<int32_t>({args.where, "counters"}, counters, codes, {kNumCounters},
                                    " Make them with torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32).");
   constexpr const char* kOnePerHead = " One number per query head.";
-  params.sinks = array<const float>({"decode", "sinks"}, sinks, codes, {params.num_q_heads}, kOnePerHead);
+  params.sinks = array<const float>({args.where, "sinks"}, sinks, codes, {params.num_q_heads}, kOnePerHead);
   params.alibi_slopes =
-      array<const float>({"decode", "alibi_slopes"}, alibi_slopes, codes, {params.num_q_heads}, kOnePerHead);
+      array<const float>({args.where, "alibi_slopes"}, alibi_slopes, codes, {params.num_q_heads}, kOnePerHead);
   // Both must fit float32, which kernels compute in.
   constexpr double kLargest = std::numeric_limits<float>::max(), kSmallest = std::numeric_limits<float>::min();
-  KVQ_CHECK(std::abs(softmax_scale) <= kLargest, Subject{"decode", "softmax_scale"}, "be a finite float32 number, got ",
+  KVQ_CHECK(std::abs(softmax_scale) <= kLargest, Subject{args.where, "softmax_scale"}, "be a finite float32 number, got ",
             softmax_scale, ".");
-  KVQ_CHECK(softcap == 0 || (softcap >= kSmallest && softcap <= kLargest), Subject{"decode", "softcap"},
+  KVQ_CHECK(softcap == 0 || (softcap >= kSmallest && softcap <= kLargest), Subject{args.where, "softcap"},
             "be positive, or 0 for none, got ", softcap, ".");
   params.softmax_scale = static_cast<float>(softmax_scale);
   params.softcap = static_cast<float>(softcap);
   // A window as large as the capacity hides nothing, and a position minus a larger one might not fit an int.
-  params.sliding_window = std::min(to_int("decode", "sliding_window", sliding_window), params.capacity);
-  params.num_splits = to_int("decode", "num_splits", num_splits);
+  params.sliding_window = std::min(to_int(args.where, "sliding_window", sliding_window), params.capacity);
+  params.num_splits = to_int(args.where, "num_splits", num_splits);
   set_split_plan(args, split_plan, params);
   // In a ring, the newest token must not have overwritten a token that the oldest query of the call still attends to.
   const int64_t largest = int64_t{params.capacity} + 1 - params.q_len;
-  KVQ_CHECK(!params.is_ring || (sliding_window >= 1 && sliding_window <= largest), Subject{"decode", "sliding_window"},
+  KVQ_CHECK(!params.is_ring || (sliding_window >= 1 && sliding_window <= largest), Subject{args.where, "sliding_window"},
             "be between 1 and ", largest, " in a ring with a capacity of ", params.capacity, " and ", params.q_len,
             " query tokens, got ", sliding_window, ". Attend to fewer tokens at a time, or make a larger ring.");
   return params;
@@ -539,10 +539,11 @@ DequantizeParams dequantize_params(const CacheParams& cache, int64_t begin, int6
   return params;
 }
 
-void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query) {
-  KVQ_CHECK(key.has_value() == value.has_value(), "decode: `value` must be ", key.has_value() ? "given" : "None",
+void check_new_tokens(const char* where, const std::optional<Tensor>& key, const std::optional<Tensor>& value,
+                      const Tensor& query) {
+  KVQ_CHECK(key.has_value() == value.has_value(), where, ": `value` must be ", key.has_value() ? "given" : "None",
             " like `key`, got ", value.has_value() ? "a tensor" : "None", ". Give both or neither.");
-  KVQ_CHECK(!key.has_value() || key->dim() != 4 || query.size(2) == key->size(2), "decode: `key` must have ",
+  KVQ_CHECK(!key.has_value() || key->dim() != 4 || query.size(2) == key->size(2), where, ": `key` must have ",
             query.size(2), " tokens like the query, got ", key->size(2), ". Append other tokens beforehand.");
 }
 

@@ -51,7 +51,8 @@ DequantizeParams dequantize_params(const CacheParams& cache, int64_t begin, int6
                                    int64_t dtype);
 
 // New keys and values of a decode: both or neither, as many tokens as the query has.
-void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query);
+void check_new_tokens(const char* where, const std::optional<Tensor>& key, const std::optional<Tensor>& value,
+                      const Tensor& query);
 
 // For numbers in host memory. Lengths and starts: new tokens fit, nothing beyond the capacity is read, positions fit an
 // int. Centers are finite, smoothing factors positive and finite: Python's KeyTransform ensures that, but its tensors

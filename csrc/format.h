@@ -17,7 +17,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 16;
+constexpr int kOpsVersion = 17;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kTailAlignment = 32;   // rows of a tail for newest tokens, with has_channel_scales, are multiples of this
@@ -245,6 +245,8 @@ struct DecodeParams : CacheParams {
   // uses it.
   const int32_t* split_plan;
   int num_planned;
+  // Whether the newest q_len tokens, those of the query, are not stored yet, but given: attention of a chunk.
+  bool is_chunk;
   void* out;                  // [batch, q_len, num_q_heads, value head_dim], contiguous, dtype of the query
   float* lse;                 // [batch, num_q_heads, q_len], contiguous, natural log
 };

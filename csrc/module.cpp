@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor> decode(
   const Tensor query_rows = with_contiguous_channels(query);
   DecodeParams params = decode_params(args, cache, query_rows, counters, sinks, alibi_slopes, softmax_scale, softcap,
                                       sliding_window, num_splits, split_plan);
-  check_new_tokens(key, value, query);
+  check_new_tokens("decode", key, value, query);
   std::optional<Tensor> key_rows, value_rows;
   AppendParams new_tokens{cache, {}, {}};
   if (key.has_value()) {
@@ -153,6 +153,67 @@ std::tuple<Tensor, Tensor> decode(
 }
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
+// The arguments of a chunk, which is not stored yet.
+struct Chunk {
+  Tensor query, key, value;  // with contiguous channels
+  DecodeParams params;
+  AppendParams new_tokens;
+
+  Chunk(const CacheArgs& args, const Tensor& query, const Tensor& key, const Tensor& value,
+        const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes, double softmax_scale,
+        double softcap)
+      : query(with_contiguous_channels(query)),
+        key(with_contiguous_channels(key)),
+        value(with_contiguous_channels(value)) {
+    const CacheParams cache = cache_params(args);
+    params = decode_params(args, cache, this->query, std::nullopt, sinks, alibi_slopes, softmax_scale, softcap, 0, 0,
+                           std::nullopt);
+    check_new_tokens(args.where, key, value, query);
+    new_tokens = append_params(args, cache, this->key, this->value, &this->query);
+    params.is_chunk = true;
+  }
+};
+
+// Attention of a chunk. It is not stored here either.
+std::tuple<Tensor, Tensor> attend_chunk(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::vector<Tensor>& key_planes,
+    const std::vector<Tensor>& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
+    const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes, double softmax_scale,
+    double softcap, const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing,
+    bool rotates_key, const std::vector<int64_t>& layout, const std::optional<Tensor>& page_table) {
+  const CacheArgs args{"attend_chunk", key_planes, value_planes, lengths, starts, key_center, key_smoothing,
+                       rotates_key, layout, page_table};
+  Chunk chunk(args, query, key, value, sinks, alibi_slopes, softmax_scale, softcap);
+  DecodeParams& params = chunk.params;
+  const CudaDevice device(key_planes[0]);
+  device.check("attend_chunk", params);
+  const int value_dim = params.value_side.head_dim;
+  Tensor out = empty_beside(query, {params.batch, params.q_len, params.num_q_heads, value_dim});
+  Tensor lse = empty_beside(query, aoti_torch_dtype_float32(), {params.batch, params.num_q_heads, params.q_len});
+  params.out = out.data_ptr();
+  params.lse = static_cast<float*>(lse.data_ptr());
+  if (params.batch == 0 || params.q_len == 0) return {out, lse};
+  const cuda::DecodePlan plan = cuda::plan_chunk(params, chunk.new_tokens);
+  if (plan.kernel.function == nullptr) {
+    throw std::invalid_argument("attend_chunk: `query` must be of a chunk that the kernel serves, got another one. "
+                                "Ask serves_chunk first.");
+  }
+  const Tensor workspace = empty_beside(query, aoti_torch_dtype_float32(), {plan.workspace_floats});
+  cuda::decode(params, &chunk.new_tokens, plan, static_cast<float*>(workspace.data_ptr()), device.stream);
+  return {out, lse};
+}
+
+// Whether attend_chunk has a kernel for a chunk.
+bool serves_chunk(const Tensor& query, const Tensor& key, const Tensor& value, const std::vector<Tensor>& key_planes,
+                  const std::vector<Tensor>& value_planes, const Tensor& lengths, const std::vector<int64_t>& layout,
+                  const std::optional<Tensor>& page_table) {
+  const CacheArgs args{"serves_chunk", key_planes, value_planes, lengths, std::nullopt, std::nullopt, std::nullopt,
+                       false, layout, page_table};
+  const Chunk chunk(args, query, key, value, std::nullopt, std::nullopt, 1., 0.);
+  const CudaDevice device(key_planes[0]);
+  return cuda::plan_chunk(chunk.params, chunk.new_tokens).kernel.function != nullptr;
+}
+
 std::tuple<Tensor, Tensor> dequantize(const std::vector<Tensor>& key_planes, const std::vector<Tensor>& value_planes,
                                       const Tensor& lengths, const std::optional<Tensor>& starts, int64_t begin,
                                       int64_t num_tokens, int64_t num_seen, int64_t dtype,
@@ -277,6 +338,8 @@ KVQ_OPS(KVQ_NAMESPACE, CPU, library) {
 KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CudaDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CudaDevice>));
+  library.impl("attend_chunk", TORCH_BOX(&hf_kvquant::attend_chunk));
+  library.impl("serves_chunk", TORCH_BOX(&hf_kvquant::serves_chunk));
   library.impl("dequantize", TORCH_BOX(&hf_kvquant::dequantize));
   library.impl("rms_norm", TORCH_BOX(&hf_kvquant::rms_norm));
   library.impl("add_rms_norm", TORCH_BOX(&hf_kvquant::add_rms_norm));

@@ -6,6 +6,7 @@ bound that is derived from what PyTorch makes of the same keys and values in the
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -112,39 +113,51 @@ def run_decode(
     softmax_scale: float | None = None,
     key_transform: KeyTransform | None = None,
     ring: tuple[Planes, Planes] | None = None,
+    own: tuple[Tensor, Tensor] | None = None,
     **extras: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attends on the device and in the reference, to equal planes, and compares output and lse.
 
     With a transform, plain PyTorch gets queries and keys in the basis of the codes, rounded to the working dtype. With
-    a ring, which holds the newest of the same tokens, the device attends to that.
+    a ring, which holds the newest of the same tokens, the device attends to that. With `own`, the keys and values of
+    the query's tokens, these are not in the planes, and are attended to as they are.
     """
-    planes = planes or (filled(case, 0), filled(case, 1))
+    stored = case
+    if own is not None:
+        stored = dataclasses.replace(case, lengths=tuple(length - case.q_len for length in case.lengths))
+    planes = planes or (filled(stored, 0, None, key_transform), filled(stored, 1))
     query = queries(case) if query is None else query
     softmax_scale = softmax_scale or case.head_dim**-0.5
     if case.starts is not None:
         extras["starts"] = case.starts_tensor()
     on_device = {name: x.to(engine) if isinstance(x, Tensor) else x for name, x in extras.items()}
-    out, lse = ops.decode(
-        query.to(engine),
-        None,
+    operands = ops.Operands(
         *(clone(made, engine) for made in ring or planes),
-        case.lengths_tensor().to(engine),
         case.layout if ring is None else case.ring,
-        softmax_scale=softmax_scale,
-        num_splits=num_splits,
-        key_transform=None if key_transform is None else key_transform.to(engine),
-        **on_device,
+        None if key_transform is None else key_transform.to(engine),
     )
+    held = case.lengths_tensor().to(engine)
+    on_device["softmax_scale"] = softmax_scale
+    if own is None:
+        out, lse = operands.decode(query.to(engine), None, held, num_splits=num_splits, **on_device)
+    else:
+        out, lse = operands.attend_chunk(query.to(engine), (own[0].to(engine), own[1].to(engine)), held, **on_device)
     key, value = (
         reference.dequantize(
-            made, kv_format, torch.float32, case.lengths_tensor(), case.starts_tensor(), **case.windows
+            made, kv_format, torch.float32, stored.lengths_tensor(), case.starts_tensor(), **case.windows
         )
         for made, kv_format in zip(planes, case.formats, strict=True)
     )
     is_dense, _ = reference.dense_tokens(
-        planes[0], case.formats[0], case.lengths_tensor(), case.starts_tensor(), **case.windows
+        planes[0], case.formats[0], stored.lengths_tensor(), case.starts_tensor(), **case.windows
     )
+    if own is not None:
+        row = stored.lengths_tensor().long().unsqueeze(1) + torch.arange(case.q_len)
+        key, value = (
+            x.scatter(2, row[:, None, :, None].expand_as(new), new.float())
+            for x, new in zip((key, value), own, strict=True)
+        )
+        is_dense = is_dense.scatter(1, row, value=True)
     expected_out, expected_lse = reference.decode_attention(
         query.float(),
         key,

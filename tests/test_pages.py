@@ -97,8 +97,14 @@ def compared(
             continue
         query = torch.randn(batch, 2 * HEADS, q_len, HEAD_DIM, **where)
         given_options = {"softmax_scale": 0.125, "num_splits": 3, **(options or {})}
-        expected = over_rows.decode(query, (key, value), held, **given_options)
-        actual = over_pages.decode(query, (key, value), held, **given_options, page_table=table)
+        if q_len > ops.largest_step(layout, given_options.get("sliding_window", 0)):
+            expected = over_rows.attend_chunk(query, (key, value), held, **given_options)
+            actual = over_pages.attend_chunk(query, (key, value), held, **given_options, page_table=table)
+            over_rows.append(key, value, held)
+            over_pages.append(key, value, held, page_table=table)
+        else:
+            expected = over_rows.decode(query, (key, value), held, **given_options)
+            actual = over_pages.decode(query, (key, value), held, **given_options, page_table=table)
         # Where attention begins within a tile, it cuts tiles at other tokens, and adds in another order.
         is_cut = "sliding_window" in given_options or any(layout.windows.values())
         roundings = tolerances.NUM_ROUNDINGS if is_cut else 0.0

@@ -35,6 +35,9 @@ struct AttendKernel {
   // Merges the parts of a chunk kernel, `combine_ctas` thread blocks for a unit; nullptr: the kernel does that itself.
   void (*combine)(DecodeParams, NewTokens, DecodePlan, float* workspace);
   int combine_threads, combine_ctas;
+  // Of a chunk kernel: fills the tiles that have tokens without codes, one by each thread block.
+  void (*fill_dense)(DecodeParams, NewTokens, DecodePlan, float* workspace);
+  int fill_dense_threads, dense_tile_bytes;
 };
 
 // Warps of a thread block of the attention kernel: the plan chooses 4 or 8.
@@ -76,7 +79,7 @@ struct Rows {
 #endif
 };
 
-// New keys and values for the attention kernel to quantise, into the sides of DecodeParams.
+// New keys and values for the attention kernel: to quantise, into the sides of DecodeParams, or of a chunk.
 struct NewTokens {
   Dense key, value;
   int q_len;
@@ -113,6 +116,16 @@ struct PlaneOfScales {
   int last_group;            // of the cache
 };
 
+// How many tiles of a side and head have tokens that are no codes, at most: of the first tokens, and of the newest.
+struct DensePlan {
+  int most_first, most_newest;
+
+#ifdef __CUDACC__
+  __host__ __device__
+#endif
+  int count() const { return most_first + most_newest; }
+};
+
 // How the work of one decode call is cut into thread blocks, and which kernel does it.
 struct DecodePlan {
   AttendKernel kernel;  // `function` is nullptr where the general kernel serves (decode_general.cu)
@@ -140,7 +153,11 @@ struct DecodePlan {
   PlaneOfScales scales[4];  // in the order in which the kernel copies them; it may have fewer
   uint32_t query_stride_b, query_stride_h, query_stride_t;  // in elements
   int64_t num_counters;                                     // counters that must be zero; 0 when nothing is combined
-  int64_t workspace_floats;                                 // partial results; 0 when there are none
+  // Of a chunk kernel: tiles of keys and of values that are filled beforehand, and their part of the workspace, which
+  // comes first.
+  DensePlan dense[2];
+  int64_t dense_floats;
+  int64_t workspace_floats;  // also of partial results; 0 when there are none of both
 };
 
 // Writes the plan of a batch, `batch` + `num_slots` entries. `starts` nullptr: no padding. hf_kvquant/ops/planning.py
@@ -154,12 +171,15 @@ void* current_stream(int device_index);
 // Throws std::invalid_argument for head dims and alignments without a kernel.
 void check_support(const char* where, const Side& side);
 
+// The plan of a chunk, whose tokens must be `new_tokens`. Its `kernel.function` is nullptr where no kernel serves.
+DecodePlan plan_chunk(const DecodeParams& params, const AppendParams& new_tokens);
+
 // `new_tokens` are appended first; nullptr: none.
 DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_tokens);
 
 void append(const AppendParams& params, void* stream);
 
-// Appends and attends as planned. `params.counters` must be plan.num_counters zeros; they are zeros again afterwards.
+// Appends, unless they are a chunk, and attends as planned. `params.counters` must be plan.num_counters zeros; they are zeros again afterwards.
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream);
 

@@ -5,6 +5,7 @@ the package calls.
 """
 
 from . import schemas as _schemas  # noqa: F401 (defines the ops, for which the extension has kernels)
+from .chunks import MAX_DRAFTED, largest_step
 from .kernels import (
     MAX_CUDA_HEAD_DIM,
     MAX_RING_LENGTH,
@@ -24,6 +25,7 @@ from .planning import is_uneven, num_slots_of, split_plan
 
 __all__ = [
     "MAX_CUDA_HEAD_DIM",
+    "MAX_DRAFTED",
     "MAX_RING_LENGTH",
     "NUM_COUNTERS",
     "OPS_VERSION",
@@ -37,6 +39,7 @@ __all__ = [
     "has_kernels",
     "is_uneven",
     "kernel_name",
+    "largest_step",
     "new_counters",
     "num_slots_of",
     "serves_gpu",

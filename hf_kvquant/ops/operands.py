@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as torch_ops
+from ..spec import reference
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
 from ..spec.planes import Planes
-from . import kernels
+from . import chunks, kernels
 from .schemas import DTYPES, dequantize_reference
 
 
@@ -36,6 +37,7 @@ class Operands:
         layout: KVLayout,
         key_transform: KeyTransform | None = None,
     ) -> None:
+        self.layout = layout
         self._reference = layout, (key_planes, value_planes), key_transform
         self._planes = key_planes.tensors(), value_planes.tensors()
         transform = KeyTransform() if key_transform is None else key_transform
@@ -51,6 +53,8 @@ class Operands:
         # Overloads: looking up a name in every call would take 2 of 17 us on a CPU.
         self._append = (torch_ops.append if serves else torch_ops.append_reference).default
         self._dequantize = torch_ops.dequantize.default if serves and codes.device.type == "cuda" else None
+        # Which chunks the op serves that attends to them in one kernel: it needs Hopper's tensor cores.
+        self._serves_chunk = torch_ops.serves_chunk.default if serves and codes.device.type == "cuda" else None
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
 
     def append(
@@ -161,6 +165,65 @@ class Operands:
             split_plan,
         )
         return result
+
+    def attend_chunk(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        *,
+        starts: Tensor | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        page_table: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to what is stored and to the tokens of a chunk as the model makes them. See `chunks.py`.
+
+        Args:
+            query, lengths, starts, sinks, alibi_slopes, page_table: As in `decode`.
+            new: The chunk's keys and values. They are counted in `lengths`, and must be appended afterwards.
+            **options: `softmax_scale`, `softcap` and `counters`, as in `decode`.
+
+        Returns:
+            As `decode`.
+        """
+        if self._serves_chunk is not None and self._serves_chunk(
+            query, *new, *self._planes, lengths, self.layout.packed, page_table
+        ):
+            sinks, alibi_slopes = (None if x is None else x.float() for x in (sinks, alibi_slopes))
+            result: tuple[Tensor, Tensor] = torch_ops.attend_chunk.default(
+                query,
+                *new,
+                *self._planes,
+                lengths,
+                starts,
+                sinks,
+                alibi_slopes,
+                options["softmax_scale"],
+                options.get("softcap", 0.0),
+                *self._kinds,
+                page_table,
+            )
+            return result
+        num_q_heads, past = query.shape[1], lengths - query.shape[2]
+        held = {"starts": starts, "page_table": page_table, **options}
+        parts = []
+        for heads in chunks.as_heads(query, new[0].shape[1]):
+            if alibi_slopes is not None:
+                held["alibi_slopes"] = alibi_slopes.repeat_interleave(heads.shape[1] // num_q_heads)
+            parts.append(self.decode(heads, None, past, **held))
+        before, lse = chunks.as_tokens(parts, num_q_heads)
+        if alibi_slopes is not None:
+            lse = chunks.add_distance(lse, alibi_slopes)
+        is_plain = starts is None and sinks is None and alibi_slopes is None and not options.get("softcap")
+        own = chunks.flash_attention(query, *new, options["softmax_scale"]) if is_plain else None
+        if own is None:
+            raw = Operands(*chunks.raw_planes(*new), chunks.RAW)
+            own_starts = None if starts is None else (starts - past).clamp(min=0).to(torch.int32)
+            options |= {"starts": own_starts, "sinks": sinks, "alibi_slopes": alibi_slopes}
+            own = raw.decode(query, None, torch.full_like(lengths, query.shape[2]), **options)
+        return reference.merge_attention(*own, before, lse)
 
     def dequantize(
         self,

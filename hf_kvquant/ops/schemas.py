@@ -1,9 +1,10 @@
 """The ops: their schemas, the reference under their names, and their fakes.
 
 `append` quantises new tokens into planes. `decode` does the same with new tokens, if it is given any, and then attends
-to everything stored. `dequantize` returns stored tokens as dense tensors. The schemas are defined here and nowhere
-else; `csrc/` registers kernels for them under the CPU and CUDA keys. Where there is no kernel, `reference.py` runs
-instead: under the same op names if the build has no kernels for the device type, and as `append_reference` and
+to everything stored. `attend_chunk` attends to what is stored and to new tokens as they are; `serves_chunk` says
+whether it has a kernel for these. `dequantize` returns stored tokens as dense tensors. The schemas are defined here and
+nowhere else; `csrc/` registers kernels for them under the CPU and CUDA keys. Where there is no kernel, `reference.py`
+runs instead: under the same op names if the build has no kernels for the device type, and as `append_reference` and
 `decode_reference` if its kernels do not fit the GPU or the head_dim. `kernels.py` decides that. The planes of a side
 are one list, in the order of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as torch_ops
 from ..spec import reference
-from ..spec.formats import BLOCK_SIZE
+from ..spec.formats import BLOCK_SIZE, KVFormat
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
 from ..spec.planes import Planes
@@ -47,8 +48,14 @@ DECODE_SCHEMA = (
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
     f"int num_splits, {_KINDS}, {_PAGES}, Tensor? split_plan=None) -> (Tensor out, Tensor lse)"
 )
+_STORED = "Tensor[] key_planes, Tensor[] value_planes, Tensor lengths"
+ATTEND_CHUNK_SCHEMA = (
+    f"attend_chunk(Tensor query, Tensor key, Tensor value, {_STORED}, Tensor? starts, Tensor? sinks, "
+    f"Tensor? alibi_slopes, float softmax_scale, float softcap, {_KINDS}, {_PAGES}) -> (Tensor out, Tensor lse)"
+)
+SERVES_CHUNK_SCHEMA = f"serves_chunk(Tensor query, Tensor key, Tensor value, {_STORED}, int[] layout, {_PAGES}) -> bool"
 DEQUANTIZE_SCHEMA = (
-    "dequantize(Tensor[] key_planes, Tensor[] value_planes, Tensor lengths, Tensor? starts, SymInt begin, "
+    f"dequantize({_STORED}, Tensor? starts, SymInt begin, "
     f"SymInt num_tokens, int num_seen, int dtype, {_KINDS}) -> (Tensor key, Tensor value)"
 )
 FUSED_SCHEMAS = (
@@ -141,6 +148,29 @@ def _decode_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tens
     )
 
 
+def _attend_chunk_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tensor]:
+    layout, lengths, q_len = cache.layout, arguments["lengths"], arguments["query"].shape[2]
+    past = lengths - q_len
+    row = past.long().unsqueeze(1) + torch.arange(q_len, device=past.device)
+    held = {"lengths": past, "starts": arguments["starts"], **layout.windows, "tail_from": cache.tail_from}
+
+    def with_own(name: str, planes: Planes, kv_format: KVFormat) -> Tensor:
+        stored, own = reference.dequantize(planes, kv_format, torch.float32, **held), arguments[name].float()
+        return stored.scatter(2, row[:, None, :, None].expand_as(own), own)
+
+    is_dense, _ = reference.dense_tokens(cache.planes[0], layout.key, **held)
+    names = ("starts", "sinks", "alibi_slopes", "softmax_scale", "softcap")
+    return reference.decode_attention(
+        arguments["query"],
+        with_own("key", cache.planes[0], layout.key),
+        with_own("value", cache.planes[1], layout.value),
+        lengths,
+        **{name: arguments[name] for name in names},
+        key_transform=cache.key_transform,
+        is_dense=is_dense.scatter(1, row, value=True),
+    )
+
+
 def dequantize_reference(
     layout: KVLayout, sides: tuple[Planes, Planes], key_transform: KeyTransform | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -187,8 +217,19 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
         return _decode_reference(arguments, linear)
 
 
+def _attend_chunk(*args: Any) -> tuple[Tensor, Tensor]:
+    arguments = _arguments_of("attend_chunk", args)
+    cache = _checked("attend_chunk", arguments)
+    with torch.no_grad(), _linear(cache, arguments, writes=False) as linear:
+        return _attend_chunk_reference(arguments, linear)
+
+
+def _serves_chunk(*args: Any) -> bool:
+    return False
+
+
 @contextlib.contextmanager
-def _linear(cache: _Cache, arguments: Arguments) -> Iterator[_Cache]:
+def _linear(cache: _Cache, arguments: Arguments, *, writes: bool = True) -> Iterator[_Cache]:
     """The cache with the rows of each sequence side by side. Pages then get the new tokens that are written to it."""
     page_table, key = arguments["page_table"], arguments["key"]
     if page_table is None:
@@ -202,7 +243,7 @@ def _linear(cache: _Cache, arguments: Arguments) -> Iterator[_Cache]:
         for side, block_size in zip(cache.planes, block_sizes, strict=True)
     ]
     yield dataclasses.replace(cache, planes=(key_planes, value_planes), tail_from=tail_from)
-    if key is not None:
+    if writes and key is not None:
         lengths = arguments["lengths"]
         for gathered, side, block_size in zip(planes, cache.planes, block_sizes, strict=True):
             # A block gets its codes when the window has left it.
@@ -248,8 +289,7 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
             "Make a larger cache (max_cache_len), or crop or reset this one."
         )
     if arguments["page_table"] is not None:
-        num_own = arguments["query" if where == "decode" else "key"].shape[2]
-        _check_page_numbers(where, arguments["page_table"], cache.layout, lengths, num_own, slots, rows)
+        _check_page_numbers(where, arguments["page_table"], cache.layout, lengths, num_new, slots, rows)
     return cache
 
 
@@ -297,7 +337,7 @@ def _check_split_plan(where: str, arguments: Arguments, layout: KVLayout) -> Non
 
 
 def _check_page_numbers(
-    where: str, page_table: Tensor, layout: KVLayout, lengths: Tensor, num_own: int, num_pages: int, page_rows: int
+    where: str, page_table: Tensor, layout: KVLayout, lengths: Tensor, num_new: int, num_pages: int, page_rows: int
 ) -> None:
     if lengths.device.type != "cpu":  # the host would have to wait for the numbers
         return
@@ -310,7 +350,7 @@ def _check_page_numbers(
                 f"{where}: `page_table` must begin with a page from 0 to {num_pages - 1} for the tail, got "
                 f"{int(tails.page[b])} for sequence {b}."
             )
-        most = (lengths - num_own).clamp(min=0)
+        most = (lengths - num_new).clamp(min=0)
         is_bad = (lengths > 0) & ((tails.tail_from < 0) | (tails.tail_from > most) | (tails.tail_from % BLOCK_SIZE > 0))
         if bool(is_bad.any()):
             b = int(is_bad.nonzero()[0])
@@ -333,7 +373,7 @@ def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expe
     slots, heads, rows, _ = arguments["key_planes"][0].shape
     batch = slots if arguments["page_table"] is None else arguments["page_table"].shape[0]
     expected: dict[str, Expected] = {}
-    q_len = arguments["query"].shape[2] if where == "decode" else arguments["key"].shape[2]
+    q_len = arguments["query" if "query" in arguments else "key"].shape[2]
     for side, planes, kv_format, head_dim in zip(
         ("key", "value"), cache.planes, cache.layout.formats, cache.head_dims, strict=True
     ):
@@ -350,7 +390,7 @@ def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expe
             tail = planes.tail
             expected[side] = new, (batch, heads, q_len, head_dim), DTYPES if tail is None else (tail.dtype,)
     vectors = {"lengths": batch, "starts": batch}
-    if where == "decode":
+    if "query" in arguments:
         query = arguments["query"]
         if query.shape[1] == 0 or query.shape[1] % heads:
             raise ValueError(f"{where}: `query` must have a multiple of {heads} heads, got {query.shape[1]}.")
@@ -358,7 +398,8 @@ def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expe
         vectors |= {"counters": NUM_COUNTERS, "sinks": query.shape[1], "alibi_slopes": query.shape[1]}
     for name, size in vectors.items():
         dtype = torch.float32 if name in ("sinks", "alibi_slopes") else torch.int32
-        expected[name] = arguments[name], (size,), (dtype,)
+        if name in arguments:
+            expected[name] = arguments[name], (size,), (dtype,)
     for name in ("key_center", "key_smoothing"):
         expected[name] = arguments[name], (heads, cache.head_dims[0]), (torch.float32,)
     return {name: each for name, each in expected.items() if each[0] is not None}
@@ -422,15 +463,18 @@ def _append_fake(*args: object) -> None:
     _check_tensors("append", _arguments_of("append", args))
 
 
-def _decode_fake(*args: object) -> tuple[Tensor, Tensor]:
-    arguments = _arguments_of("decode", args)
-    _check_tensors("decode", arguments)
-    _check_ranks("decode", arguments)
-    query = arguments["query"]
-    batch, num_q_heads, q_len, _ = query.shape
-    value_dim = _Cache.of("decode", arguments).head_dims[1]
-    out = query.new_empty(batch, q_len, num_q_heads, value_dim)
-    return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
+def _attention_fake(op: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(*args: object) -> tuple[Tensor, Tensor]:
+        arguments = _arguments_of(op, args)
+        _check_tensors(op, arguments)
+        _check_ranks(op, arguments)
+        query = arguments["query"]
+        batch, num_q_heads, q_len, _ = query.shape
+        value_dim = _Cache.of(op, arguments).head_dims[1]
+        out = query.new_empty(batch, q_len, num_q_heads, value_dim)
+        return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
+
+    return fake
 
 
 def _dequantize_fake(*args: object) -> tuple[Tensor, Tensor]:
@@ -494,7 +538,16 @@ def _resolving(op: str) -> Callable[..., Any]:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library(torch_ops.name, "DEF")
-for _schema in (APPEND_SCHEMA, DECODE_SCHEMA, DEQUANTIZE_SCHEMA, *FUSED_SCHEMAS, PREFETCH_SCHEMA, SPLIT_PLAN_SCHEMA):
+for _schema in (
+    APPEND_SCHEMA,
+    DECODE_SCHEMA,
+    ATTEND_CHUNK_SCHEMA,
+    SERVES_CHUNK_SCHEMA,
+    DEQUANTIZE_SCHEMA,
+    *FUSED_SCHEMAS,
+    PREFETCH_SCHEMA,
+    SPLIT_PLAN_SCHEMA,
+):
     _library.define(_schema)
 # These are ops, not Python functions, so that the compiler sees a call instead of a data-dependent branch.
 for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
@@ -502,8 +555,10 @@ for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
 for _name, _kernel, _fake in (
     ("append", _append, _append_fake),
     ("append_reference", _append, _append_fake),
-    ("decode", _decode, _decode_fake),
-    ("decode_reference", _decode, _decode_fake),
+    ("decode", _decode, _attention_fake("decode")),
+    ("decode_reference", _decode, _attention_fake("decode")),
+    ("attend_chunk", _attend_chunk, _attention_fake("attend_chunk")),
+    ("serves_chunk", _serves_chunk, _serves_chunk),
     ("dequantize", _dequantize, _dequantize_fake),
     ("rms_norm", reference.rms_norm, _fake_like("rms_norm", "x")),
     ("add_rms_norm", reference.add_rms_norm, _fake_like("add_rms_norm", "x", "other")),

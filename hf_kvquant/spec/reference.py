@@ -616,6 +616,24 @@ def decode_attention(
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
 
 
+def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to the tokens of two parts, from attention to each of them.
+
+    Args:
+        out: `[batch, q_len, num_q_heads, value head_dim]`.
+        lse: `[batch, num_q_heads, q_len]` float32: natural log of the summed exponentials of the logits.
+        other: `out` of the other part.
+        other_lse: `lse` of the other part.
+
+    Returns:
+        out: Like `out`, in new memory that lies as that of `out`; zero where nothing is attended in either part.
+        lse: Like `lse`.
+    """
+    # Where nothing is attended, -inf - -inf is NaN.
+    weight = (other_lse - lse).sigmoid().nan_to_num(0.0).mT.unsqueeze(-1)
+    return torch.lerp(out, other, weight.to(out.dtype)), torch.logaddexp(lse, other_lse)
+
+
 class TailPages(NamedTuple):
     """What a page table says of tails: its first columns, `[batch]` int32 each.
 

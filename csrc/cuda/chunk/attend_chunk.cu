@@ -16,6 +16,9 @@ AttendKernel kernel_of() {
   kernel.step_tokens = Shape::kTileTokens;
   kernel.slot_floats = static_cast<int>(ChunkPartial<Shape>::kFloats);
   kernel.num_threads = kChunkThreads;
+  kernel.fill_dense = fill_dense<ChunkShape<kHeadDim, false>>;
+  kernel.fill_dense_threads = kDenseThreads;
+  kernel.dense_tile_bytes = Shape::kTileBytes + sizeof(TileNotes);
   kernel.combine = combine_chunk<Shape>;
   kernel.combine_threads = kCombineThreads;
   kernel.combine_ctas = kCombineCtas<Shape>;

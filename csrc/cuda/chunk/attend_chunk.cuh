@@ -424,11 +424,11 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   const int thread = threadIdx.x % kWarpgroup, role = threadIdx.x / kWarpgroup - kConsumers;
   if (role == 0) {
     set_registers<kFillerRegisters, false>();
-    fill_tiles<Shape, true>({params, plan, segment, span, bounds, memory, tables, thread},
+    fill_tiles<Shape, true>({params, plan, segment, span, bounds, memory, tables, workspace, thread},
                             {first_step, last_step, stride});
   } else if (role == 1) {
     set_registers<kFillerRegisters, false>();
-    fill_tiles<Shape, false>({params, plan, segment, span, bounds, memory, tables, thread},
+    fill_tiles<Shape, false>({params, plan, segment, span, bounds, memory, tables, workspace, thread},
                              {first_step, last_step, stride});
   } else {
     set_registers<kConsumerRegisters, true>();
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
     meet<kConsumersMeet, kConsumers * kWarpgroup>();
     float* const outputs = reinterpret_cast<float*>(memory);
     attention.share(outputs);
-    finish_chunk<Shape>(params, plan, segment, outputs, tables, workspace, threadIdx.x);
+    finish_chunk<Shape>(params, plan, segment, outputs, tables, workspace + plan.dense_floats, threadIdx.x);
   }
 #endif
 }
@@ -458,7 +458,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (segment.num_parts == 1) return;
   const int row = blockIdx.x % kCombineCtas<Shape> * (kCombineThreads / kQuads) + threadIdx.x / kQuads;
   const int c = threadIdx.x % kQuads * 4;
-  float* const slots = slot_of<Slot>(plan, unit_of(plan, segment), 0, workspace);
+  float* const slots = slot_of<Slot>(plan, unit_of(plan, segment), 0, workspace + plan.dense_floats);
   const Output output(params, plan, segment, Slot::constants(slots), Shape::kRows, row, c);
   if (!output.exists()) return;
   float4 total = {};

@@ -6,16 +6,9 @@
 #pragma once
 
 #include "../attend/fragments.cuh"
-#include "shape.cuh"
+#include "dense_tiles.cuh"
 
 namespace hf_kvquant::cuda {
-
-// 2^exponent.
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
-
-__device__ __forceinline__ bool is_finite_bits(uint32_t magnitude) { return magnitude < 0x7f800000u; }
-
-__device__ __forceinline__ uint32_t magnitude_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 // x · scale + zero, two float16 numbers each.
 __device__ __forceinline__ uint32_t scaled(uint32_t x, uint2 scale_zero) {
@@ -103,20 +96,25 @@ struct TileSource {
   using Steps = TileSteps<kIsKey ? Shape::kKeyStages : Shape::kValueStages>;
   static constexpr int kMeeting = kIsKey ? 1 : 2;  // the number of the barrier of this warpgroup
   const DecodeParams& params;
+  const DecodePlan& plan;
   const Laps laps;
   ChunkTables<Shape>& tables;
-  const Tail tail;
+  float* const workspace;
+  const DenseTiles<Shape> dense;
   unsigned char* const tiles;  // of the first stage
   const int b, h, begin, count, thread;
 
   __device__ __forceinline__ TileSource(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                         const Span& span, const Bounds& bounds, unsigned char* memory,
-                                        ChunkTables<Shape>& tables, int thread)
+                                        ChunkTables<Shape>& tables, float* workspace, int thread)
       : params(params),
+        plan(plan),
         laps(plan.laps),
         tables(tables),
-        tail(params, plan.laps, kIsKey ? params.key_side : params.value_side, segment.b, bounds.num_tokens(plan),
-             bounds.start),
+        workspace(workspace),
+        dense(side(),
+              Tail(params, plan.laps, side(), segment.b, num_stored_of(params, plan, bounds), bounds.start),
+              num_stored_of(params, plan, bounds), bounds.num_tokens(plan)),
         tiles(memory + (kIsKey ? Shape::kKeysAt : Shape::kValuesAt)),
         b(segment.b),
         h(segment.h),
@@ -132,11 +130,8 @@ struct TileSource {
     return static_cast<unsigned>(token - begin) < static_cast<unsigned>(count);
   }
 
-  // Whether some token of a tile is in the tail.
-  __device__ __forceinline__ bool is_dense(int first) const {
-    return side().tail != nullptr && (first + kTileTokens > tail.begin || (first + kTileTokens > tail.start &&
-                                                                           first < tail.start + tail.dense_first));
-  }
+  // Whether some token of a tile has no codes.
+  __device__ __forceinline__ bool is_dense(int step) const { return dense.has(step); }
 
   // The maximum over all threads.
   __device__ __forceinline__ uint32_t largest(uint32_t bound) const {
@@ -158,7 +153,7 @@ struct TileSource {
       meet<kMeeting, kWarpgroup>();  // the bounds are read
       bound = largest(finite_bound());
     }
-    const int exponent = bound == 0 ? 0 : max(static_cast<int>(bound >> 23) - 127 - (bits - 1), -100);
+    const int exponent = exponent_of(bound, bits);
     if (thread == 0) {
       if constexpr (kIsKey) {
         tables.key_unit[stage] = power_of_two(exponent);
@@ -179,72 +174,27 @@ struct TileSource {
     atomicOr(&tables.bad[stage][i / 32], 1u << (i % 32));
   }
 
-  // Loads eight channels of a token; a key of the tail is transformed as it would be before it is quantised. All lanes
-  // call this together.
-  __device__ __forceinline__ void load(int token, int c, const LaneTransform<kChunk>& inverted,
-                                       float (&x)[kChunk]) const {
-    const bool is_held = c < side().head_dim && is_seen(token), is_plain = is_held && tail.has(side(), token);
-    for_all<kChunk>([&](int k) { x[k] = 0.f; });
-    if (is_plain) {
-      tail.load(side(), h, token, c, x);
-    } else if (is_held) {
-      load_channels(side(), laps.slot(b, token), h, laps.row(token), c, x);
+  // Copies a tile that fill_dense has filled. All threads call this; `filled` is the stage's barrier.
+  __device__ __forceinline__ void copy_dense(int step, int stage, Barrier& filled) const {
+    if (thread > 0) {
+      filled.arrive();
+      return;
     }
-    if (!kIsKey || is_identity(params.key_transform)) return;
-    float transformed[1][kChunk];
-    for_all<kChunk>([&](int k) { transformed[0][k] = x[k]; });
-    transform_keys(params.key_transform, inverted, side().head_dim, thread % kLanes, c / kChunk, transformed);
-    for_all<kChunk>([&](int k) { x[k] = is_plain ? transformed[0][k] : x[k]; });
+    const DensePlaces<Shape> places(plan, workspace, kIsKey, b, h);
+    const int place = dense.place(step, plan.dense[!kIsKey].most_first);
+    const TileNotes& notes = places.notes[place];
+    if constexpr (kIsKey) {
+      tables.key_unit[stage] = power_of_two(notes.exponent);
+    } else {
+      tables.value_tile[stage] = {static_cast<float>(notes.exponent), notes.has_bad};
+      if (notes.has_bad != 0) {
+        for_all<kTileTokens / 32>([&](int i) { tables.bad[stage][i] = notes.bad[i]; });
+      }
+    }
+    filled.arrive_and_expect(Shape::kTileBytes);
+    copy_bulk(tile(stage), places.tiles + int64_t{place} * Shape::kTileBytes, Shape::kTileBytes, filled);
   }
 };
-
-// Fills a tile of which some tokens are in the tail. There are few of these.
-template <class Shape, bool kIsKey>
-__device__ __noinline__ void fill_dense(const TileSource<Shape, kIsKey> source, int first, int stage) {
-  constexpr int kLanesOfToken = Shape::kHeadDim / kChunk, kTokens = kWarpgroup / kLanesOfToken;
-  const Side& side = source.side();
-  const int c = source.thread % kLanesOfToken * kChunk, own = source.thread / kLanesOfToken;
-  LaneTransform<kChunk> inverted;
-  if (kIsKey) {
-    inverted = {source.params.key_transform, side.head_dim, source.h, c};
-    inverted.invert(source.params.key_transform);
-  }
-  float x[kChunk];
-  uint32_t bound = 0, finite = 0;
-#pragma unroll 1
-  for (int i = own; i < Shape::kTileTokens; i += kTokens) {
-    source.load(first + i, c, inverted, x);
-    for_all<kChunk>([&](int k) {
-      bound = max(bound, magnitude_of(x[k]));
-      if (is_finite_bits(magnitude_of(x[k]))) finite = max(finite, magnitude_of(x[k]));
-    });
-  }
-  bool is_finite;
-  const float unit = source.find_exponent(bound, [&] { return finite; }, kTileBits, stage, is_finite);
-  if (!kIsKey && !is_finite) source.clear_bad(stage);
-#pragma unroll 1
-  for (int i = own; i < Shape::kTileTokens; i += kTokens) {
-    source.load(first + i, c, inverted, x);
-    uint32_t halves[kChunk];
-    for_all<kChunk>([&](int k) {
-      if (!kIsKey && !is_finite_bits(magnitude_of(x[k]))) {
-        source.note_bad(stage, i);
-        x[k] = 0.f;
-      }
-      halves[k] = float_to_half(x[k] * unit);
-    });
-    const bool is_split = is_interleaved(side.storage);
-    uint32_t words[4];
-    for_all<4>([&](int k) {
-      words[k] = is_split ? halves[k] | halves[k + 4] << 16 : halves[2 * k] | halves[2 * k + 1] << 16;
-    });
-    *reinterpret_cast<uint4*>(source.tile(stage) + unit_at(Shape::kTileTokens, i, c / kChunk)) = {words[0], words[1],
-                                                                                               words[2], words[3]};
-  }
-  show_to_products();
-  // The next tile's bounds overwrite those of this one.
-  meet<TileSource<Shape, kIsKey>::kMeeting, kWarpgroup>();
-}
 
 // Keys or values of one head, of one format. Threads take 16 channels of a token at a time.
 template <class Shape, bool kIsKey, Storage kStorage, Scales kScales>
@@ -293,7 +243,7 @@ class Filler {
       show_to_products();
       source_.tables.filled[!kIsKey][stage].arrive();
       steps.advance();
-      is_more = steps.has_more() && !source_.is_dense(steps.step * Shape::kTileTokens);
+      is_more = steps.has_more() && !source_.is_dense(steps.step);
       if (is_more) load(steps.step * Shape::kTileTokens);
     }
   }
@@ -446,11 +396,10 @@ __device__ __forceinline__ void fill_tiles(const TileSource<Shape, kIsKey>& sour
   const Side& side = source.side();
 #pragma unroll 1
   while (steps.has_more()) {
-    if (source.is_dense(steps.step * Shape::kTileTokens)) {
+    if (source.is_dense(steps.step)) {
       const int stage = steps.stage();
       steps.wait_until_empty(source.tables.emptied[!kIsKey]);
-      fill_dense<Shape, kIsKey>(source, steps.step * Shape::kTileTokens, stage);
-      source.tables.filled[!kIsKey][stage].arrive();
+      source.copy_dense(steps.step, stage, source.tables.filled[!kIsKey][stage]);
       steps.advance();
       continue;
     }

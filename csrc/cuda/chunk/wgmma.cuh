@@ -169,6 +169,16 @@ struct Barrier {
                  : "memory");
   }
 
+  // The same, and the phase also waits for so many bytes to be copied.
+  __device__ __forceinline__ void arrive_and_expect(int num_bytes) {
+#if KVQ_HAS_WGMMA
+    asm volatile("{.reg .b64 old; mbarrier.arrive.expect_tx.shared::cta.b64 old, [%0], %1;}" ::"r"(
+                     shared_address(&state)),
+                 "r"(num_bytes)
+                 : "memory");
+#endif
+  }
+
   // Waits for the end of phase `number`; phase -1 ended before the first.
   __device__ __forceinline__ void wait(int number) {
 #if KVQ_HAS_WGMMA
@@ -181,6 +191,16 @@ struct Barrier {
 #endif
   }
 };
+
+// Copies from memory to shared memory, both aligned to 16 bytes. The end counts for a barrier that expects it.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int num_bytes, Barrier& barrier) {
+#if KVQ_HAS_WGMMA
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(num_bytes), "r"(shared_address(&barrier.state))
+               : "memory");
+#endif
+}
 
 // Waits for `kThreads` threads of the thread block; barrier 0 is that of __syncthreads.
 template <int kNumber, int kThreads>

@@ -51,11 +51,6 @@ bool has_multipliable_values(const Side& side, Dtype query_dtype) {
 }
 
 // Whether new tokens are 16-bit numbers, in rows at multiples of 16 bytes.
-bool has_aligned_rows(const Dense& dense) {
-  return dense.dtype != Dtype::fp32 &&
-         (reinterpret_cast<int64_t>(dense.data) / 2 | dense.stride_b | dense.stride_h | dense.stride_t) % 8 == 0;
-}
-
 // Whether the kernels of a row compute what the formats of a call mean.
 bool serves(const AttendRow& row, const Side& keys, const Side& values) {
   const auto has_groups = [](const Side& side) { return side.num_groups > 1; };
@@ -82,6 +77,11 @@ bool are_pairs(const AppendParams& new_tokens) {
 
 }  // namespace
 
+bool has_aligned_rows(const Dense& dense) {
+  return dense.dtype != Dtype::fp32 &&
+         (reinterpret_cast<int64_t>(dense.data) / 2 | dense.stride_b | dense.stride_h | dense.stride_t) % 8 == 0;
+}
+
 AttendKernel choose_kernel(const DecodeParams& params) {
   const Side &keys = params.key_side, &values = params.value_side;
   for (const AttendRow& row : kAttendTable) {
@@ -106,7 +106,7 @@ AttendKernel choose_kernel(const DecodeParams& params) {
 AttendKernel choose_chunk_kernel(const DecodeParams& params) {
   const Side &keys = params.key_side, &values = params.value_side;
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-  const int min_rows = params.capacity < kShortCapacity ? kMinChunkRowsOfShort : kMinChunkRows;
+  const int min_rows = params.is_chunk ? 1 : params.capacity < kShortCapacity ? kMinChunkRowsOfShort : kMinChunkRows;
   if (num_rows < min_rows || params.query.dtype == Dtype::fp32) return {};
   const AttendKernel kernel = chunk_kernel_for(
       std::max(keys.head_dim, values.head_dim), params.softcap > 0.f || params.alibi_slopes != nullptr);

@@ -169,8 +169,19 @@ void check_support(const char* where, const Side& side) {
 
 namespace {
 
+// The tiles of a side that have tokens without codes, at most, wherever these begin: those of the tail, and of a chunk.
+DensePlan dense_plan(const DecodeParams& params, const Side& side, int tile_tokens) {
+  const auto most_tiles = [&](int num_tokens) {
+    return num_tokens == 0 ? 0 : (num_tokens + tile_tokens - 2) / tile_tokens + 1;
+  };
+  const int num_new = params.is_chunk ? params.q_len : 0;
+  if (side.tail == nullptr) return {0, most_tiles(num_new)};
+  const int unfinished = side.has_channel_scales ? kBlockSize - 1 : 0;
+  return {most_tiles(params.sink_length), most_tiles(params.residual_length + unfinished + num_new)};
+}
+
 // A plan for the chunk kernel; its `kernel.function` is nullptr where that does not serve.
-DecodePlan plan_chunk(const DecodeParams& params) {
+DecodePlan plan_many_rows(const DecodeParams& params) {
   DecodePlan plan{};
   const AttendKernel& kernel = plan.kernel = choose_chunk_kernel(params);
   if (kernel.function == nullptr || std::max(params.batch, params.num_kv_heads) > kMaxGridY ||
@@ -194,14 +205,24 @@ DecodePlan plan_chunk(const DecodeParams& params) {
   plan.num_row_tiles = static_cast<int>(row_tiles);
   plan.num_splits = divisor(splits);
   plan.ctas_of_head = static_cast<int>(ctas_of_head);
-  if (splits > 1) plan.workspace_floats = num_units * splits * kernel.slot_floats;
+  plan.dense[0] = dense_plan(params, params.key_side, kernel.step_tokens);
+  plan.dense[1] = dense_plan(params, params.value_side, kernel.step_tokens);
+  const int64_t num_heads = int64_t{params.batch} * params.num_kv_heads;
+  const int64_t dense_tiles = num_heads * (plan.dense[0].count() + plan.dense[1].count());
+  plan.dense_floats = dense_tiles * kernel.dense_tile_bytes / static_cast<int64_t>(sizeof(float));
+  plan.workspace_floats = plan.dense_floats + (splits > 1 ? num_units * splits * kernel.slot_floats : 0);
   return plan;
 }
 
 }  // namespace
 
+DecodePlan plan_chunk(const DecodeParams& params, const AppendParams& new_tokens) {
+  const bool is_loadable = has_aligned_rows(new_tokens.key) && has_aligned_rows(new_tokens.value);
+  return is_loadable ? plan_many_rows(params) : DecodePlan{};
+}
+
 DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_tokens) {
-  if (const DecodePlan chunk = plan_chunk(params); chunk.kernel.function != nullptr) return chunk;
+  if (const DecodePlan chunk = plan_many_rows(params); chunk.kernel.function != nullptr) return chunk;
   DecodePlan plan{};
   AttendKernel& kernel = plan.kernel = choose_kernel(params);
   if (kernel.function == nullptr || std::max(params.batch, params.num_kv_heads) > kMaxGridY ||
@@ -261,20 +282,25 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
 
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream) {
-  if (new_tokens != nullptr && !plan.appends) append(*new_tokens, stream);
+  if (new_tokens != nullptr && !plan.appends && !params.is_chunk) append(*new_tokens, stream);
   if (plan.kernel.function == nullptr) {
     decode_general(params, plan, workspace, stream);
     return;
   }
   NewTokens appended{};
-  if (plan.appends) appended = {new_tokens->key, new_tokens->value, new_tokens->q_len};
+  if (plan.appends || params.is_chunk) appended = {new_tokens->key, new_tokens->value, new_tokens->q_len};
   // An overlap with the previous launch saves 0.2 us a call (H200, 2026-11).
   const int num_threads = plan.kernel.num_threads > 0 ? plan.kernel.num_threads : kLanesOfWarp << plan.warps_log2;
   const int last_axis = plan.split_plan == nullptr ? params.batch : plan.num_planned;
   const Launch how = {dim3(plan.ctas_of_head, params.num_kv_heads, last_axis), num_threads,
                       static_cast<size_t>(plan.shared_bytes), stream, plan.may_overlap};
+  if (plan.dense_floats > 0) {
+    const Launch before = {dim3(plan.dense[0].count() + plan.dense[1].count(), params.num_kv_heads, params.batch),
+                           plan.kernel.fill_dense_threads, 0, stream, plan.may_overlap};
+    launch("decode", plan.kernel.fill_dense, before, params, appended, plan, workspace);
+  }
   launch("decode", plan.kernel.function, how, params, appended, plan, workspace);
-  if (plan.kernel.combine == nullptr || plan.workspace_floats == 0) return;
+  if (plan.kernel.combine == nullptr || plan.workspace_floats == plan.dense_floats) return;
   const Launch after = {dim3(plan.num_row_tiles * plan.kernel.combine_ctas, params.num_kv_heads, params.batch),
                         plan.kernel.combine_threads, 0, stream, plan.may_overlap};
   launch("decode", plan.kernel.combine, after, params, appended, plan, workspace);

@@ -8,6 +8,9 @@ namespace hf_kvquant::cuda {
 
 constexpr int kLanesOfWarp = 32;
 
+// Whether kernels may load eight channels of new tokens at once.
+bool has_aligned_rows(const Dense& dense);
+
 // Its `function` is nullptr where the generic kernel has to serve.
 AttendKernel choose_kernel(const DecodeParams& params);
 

@@ -1,0 +1,176 @@
+// Tiles with tokens that are no codes: those of the tail, and of a chunk. They are the same for all row tiles of a head.
+// So `fill_dense` fills each once, in a launch before, and the warpgroups that fill tiles only copy them.
+#pragma once
+
+#include "../attend/combine.cuh"
+#include "../common/transform.cuh"
+#include "shape.cuh"
+
+namespace hf_kvquant::cuda {
+
+constexpr int kDenseThreads = 512;
+
+__device__ __forceinline__ bool is_finite_bits(uint32_t magnitude) { return magnitude < 0x7f800000u; }
+
+__device__ __forceinline__ uint32_t magnitude_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// The exponent of a tile whose magnitudes have this bound. `bits` as of kTileBits.
+__device__ __forceinline__ int exponent_of(uint32_t bound, int bits) {
+  return bound == 0 ? 0 : max(static_cast<int>(bound >> 23) - 127 - (bits - 1), -100);
+}
+
+// 2^exponent.
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
+
+// What a tile has besides its numbers, as in ChunkTables. What follows in the workspace stays aligned.
+struct alignas(16) TileNotes {
+  int exponent, has_bad;
+  uint32_t bad[4];
+};
+
+// The tiles of a side with tokens that are no codes: of the first tokens, then of the newest.
+template <class Shape>
+struct DenseTiles {
+  int first, end_of_first, newest, end;
+
+  // `num_stored` of `num_tokens` tokens are stored.
+  __device__ __forceinline__ DenseTiles(const Side& side, const Tail& tail, int num_stored, int num_tokens) {
+    constexpr int kTileTokens = Shape::kTileTokens;
+    const bool has_first = side.tail != nullptr && tail.dense_first > 0;
+    first = tail.start / kTileTokens;
+    end_of_first = has_first ? (min(tail.start + tail.dense_first, num_tokens) + kTileTokens - 1) / kTileTokens : first;
+    end = (num_tokens + kTileTokens - 1) / kTileTokens;
+    const int begin = min(tail.begin, num_stored);
+    newest = begin < num_tokens ? begin / kTileTokens : end;
+  }
+
+  __device__ __forceinline__ bool has(int step) const {
+    return step >= newest || (step >= first && step < end_of_first);
+  }
+
+  // A tile's place in the workspace, and the other way round; there may be no such tile.
+  __device__ __forceinline__ int place(int step, int most_first) const {
+    return step >= newest ? most_first + step - newest : step - first;
+  }
+  __device__ __forceinline__ int step(int place, int most_first) const {
+    return place < most_first ? first + place : newest + (place - most_first);
+  }
+};
+
+// Where the dense tiles of one side and head are in the workspace.
+template <class Shape>
+struct DensePlaces {
+  unsigned char* tiles;
+  TileNotes* notes;
+
+  __device__ __forceinline__ DensePlaces(const DecodePlan& plan, float* workspace, bool is_key, int b, int h) {
+    const int64_t all = int64_t{gridDim.y} * gridDim.z, head = int64_t{b} * gridDim.y + h;
+    const DensePlan &keys = plan.dense[0], &own = plan.dense[!is_key];
+    const int64_t before = is_key ? 0 : all * keys.count(), at = before + head * own.count();
+    tiles = reinterpret_cast<unsigned char*>(workspace) + at * Shape::kTileBytes;
+    notes = reinterpret_cast<TileNotes*>(reinterpret_cast<unsigned char*>(workspace) +
+                                          all * (keys.count() + plan.dense[1].count()) * Shape::kTileBytes) + at;
+  }
+};
+
+// How many tokens are stored of those that attention is to.
+__device__ __forceinline__ int num_stored_of(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds) {
+  const int num_tokens = bounds.num_tokens(plan);
+  return params.is_chunk ? min(max(bounds.length - params.q_len, 0), num_tokens) : num_tokens;
+}
+
+// The maximum over all threads of the thread block.
+__device__ __forceinline__ uint32_t largest_of_all(uint32_t x, uint32_t* shared) {
+  x = __reduce_max_sync(kAllLanes, x);
+  __syncthreads();  // numbers of the call before are read
+  if (threadIdx.x % kLanes == 0) shared[threadIdx.x / kLanes] = x;
+  __syncthreads();
+  for_all<kDenseThreads / kLanes>([&](int i) { x = max(x, shared[i]); });
+  return x;
+}
+
+// Each thread block fills one tile, each thread eight channels of some of its tokens. A key that is no code is
+// transformed as it would be before it is quantised.
+template <class Shape>
+__global__ void __launch_bounds__(kDenseThreads)
+    fill_dense(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens new_tokens,
+               const __grid_constant__ DecodePlan plan, float* workspace) {
+  constexpr int kLanesOfToken = Shape::kHeadDim / kChunk, kTokens = kDenseThreads / kLanesOfToken;
+  constexpr int kItems = Shape::kTileTokens / kTokens;
+  static_assert(kItems * kTokens == Shape::kTileTokens && kLanesOfToken <= kLanes);
+  __shared__ uint32_t shared[kDenseThreads / kLanes], bad[4];
+  const bool is_key = static_cast<int>(blockIdx.x) < plan.dense[0].count();
+  const int place = blockIdx.x - (is_key ? 0 : plan.dense[0].count()), b = blockIdx.z, h = blockIdx.y;
+  const int most_first = plan.dense[!is_key].most_first;
+  const Side& side = is_key ? params.key_side : params.value_side;
+  if (threadIdx.x < 4) bad[threadIdx.x] = 0;
+  wait_for_launch_before();
+  const Bounds bounds(params, plan, b);
+  const int num_tokens = bounds.num_tokens(plan), num_stored = num_stored_of(params, plan, bounds);
+  const Tail tail(params, plan.laps, side, b, num_stored, bounds.start);
+  const DenseTiles<Shape> tiles(side, tail, num_stored, num_tokens);
+  const Dense& dense = is_key ? new_tokens.key : new_tokens.value;
+  const int step = tiles.step(place, most_first), first = step * Shape::kTileTokens;
+  if (step >= tiles.end || !tiles.has(step) || tiles.place(step, most_first) != place) return;
+
+  const int c = threadIdx.x % kLanesOfToken * kChunk, own = threadIdx.x / kLanesOfToken;
+  const bool is_transformed = is_key && !is_identity(params.key_transform);
+  float x[kItems][kChunk];
+  bool is_plain[kItems];
+  for_all<kItems>([&](int i) {
+    const int token = first + own + i * kTokens;
+    const bool is_held = c < side.head_dim && token < num_tokens, is_new = is_held && token >= num_stored;
+    is_plain[i] = is_new || (is_held && tail.has(side, token));
+    for_all<kChunk>([&](int k) { x[i][k] = 0.f; });
+    if (is_new) {
+      const int64_t at = int64_t{b} * dense.stride_b + h * dense.stride_h + (token - num_stored) * dense.stride_t;
+      load_values(dense.data, dense.dtype, at + c, x[i]);
+    } else if (is_plain[i]) {
+      tail.load(side, h, token, c, x[i]);
+    } else if (is_held) {
+      load_channels(side, plan.laps.slot(b, token), h, plan.laps.row(token), c, x[i]);
+    }
+  });
+  if (is_transformed) {
+    LaneTransform<kChunk> inverted(params.key_transform, side.head_dim, h, c);
+    inverted.invert(params.key_transform);
+    float transformed[kItems][kChunk];
+    for_all<kItems, kChunk>([&](int i, int k) { transformed[i][k] = x[i][k]; });
+    transform_keys(params.key_transform, inverted, side.head_dim, threadIdx.x % kLanes, c / kChunk, transformed);
+    for_all<kItems, kChunk>([&](int i, int k) { x[i][k] = is_plain[i] ? transformed[i][k] : x[i][k]; });
+  }
+  uint32_t bound = 0, finite = 0;
+  for_all<kItems, kChunk>([&](int i, int k) {
+    const uint32_t magnitude = magnitude_of(x[i][k]);
+    bound = max(bound, magnitude);
+    if (is_finite_bits(magnitude)) finite = max(finite, magnitude);
+  });
+  bound = largest_of_all(bound, shared);
+  const bool is_finite = is_finite_bits(bound);
+  if (!is_finite) bound = largest_of_all(finite, shared);
+  const int exponent = exponent_of(bound, kTileBits);
+  const float unit = power_of_two(-exponent);
+  const DensePlaces<Shape> places(plan, workspace, is_key, b, h);
+  unsigned char* const tile = places.tiles + int64_t{place} * Shape::kTileBytes;
+  const bool is_split = is_interleaved(side.storage);
+  for_all<kItems>([&](int i) {
+    const int row = own + i * kTokens;
+    uint32_t halves[kChunk], words[4];
+    for_all<kChunk>([&](int k) {
+      if (!is_key && !is_finite_bits(magnitude_of(x[i][k]))) {
+        atomicOr(&bad[row / 32], 1u << (row % 32));
+        x[i][k] = 0.f;
+      }
+      halves[k] = float_to_half(x[i][k] * unit);
+    });
+    for_all<4>([&](int k) {
+      words[k] = is_split ? halves[k] | halves[k + 4] << 16 : halves[2 * k] | halves[2 * k + 1] << 16;
+    });
+    *reinterpret_cast<uint4*>(tile + unit_at(Shape::kTileTokens, row, c / kChunk)) = {words[0], words[1], words[2],
+                                                                                      words[3]};
+  });
+  __syncthreads();
+  if (threadIdx.x == 0) places.notes[place] = {exponent, !is_finite, {bad[0], bad[1], bad[2], bad[3]}};
+}
+
+}  // namespace hf_kvquant::cuda
