@@ -91,7 +91,7 @@ demo: $(INSTALLED)  ## continue real prompts with the reference model under none
 # Results go to build/ first, so that the tree stays that of the commit they name, and an interrupted run can resume.
 quality: $(READY)  ## measure quality again, and render its tables (QUALITY_TEXT=FILE QUALITY_TASKS=DIR)
 	mkdir -p build/quality
-	$(BIN)/python evals/fidelity.py --data $(QUALITY_TEXT) --tokens 16384 --chunk 128 \
+	$(BIN)/python evals/fidelity.py --data $(QUALITY_TEXT) --tokens 16384 --chunk 32 \
 	    --record build/quality/record.json --output build/quality/fidelity.json
 	$(BIN)/hf-kvquant eval tasks evals/reference_model --data $(QUALITY_TASKS) --tasks $(QUALITY_AVERAGED) \
 	    $(QUALITY_PRESETS:%=--preset %) --limit $(QUALITY_LIMIT) --dtype float32 --device cpu \

@@ -5,7 +5,8 @@
         --output evals/results/chunks_pages.json
 
 This is what chunks of a prompt, a chat's next turn and checks of proposed tokens cost in a layer. Ours attends to codes
-that are in the cache already; to append them takes microseconds. The peers attend to unquantised keys and values:
+that are in the cache already, and chunks to their own tokens as they are. To append these is not timed. The peers
+attend to unquantised keys and values:
 
 - `flash`: PyTorch's FlashAttention-2, which takes fewer key than query heads, causal at the end.
 - `cudnn`: the same without a causal mask, since PyTorch's cuDNN attention cannot align one with the last token. It
@@ -111,14 +112,24 @@ def flashinfer_peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
     return {backend: form(backend) for backend in (("fa2", "fa3") if is_hopper else ("fa2",))}
 
 
-def check(out: Tensor, query: Tensor, planes: tuple[Planes, Planes], layout: KVLayout, length: int) -> float:
+def check(
+    out: Tensor,
+    query: Tensor,
+    planes: tuple[Planes, Planes],
+    layout: KVLayout,
+    length: int,
+    new: tuple[Tensor, Tensor] | None,
+) -> float:
     """The largest error of the newest rows of the last sequence, relative to their largest value."""
     rows = min(CHECKED_ROWS, query.shape[2])
-    held = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+    num_stored = length if new is None else length - query.shape[2]
+    held, stored = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (length, num_stored))
     key, value = (
-        reference.dequantize(made.map(lambda plane: plane[-1:]), kv_format, lengths=held, **layout.windows)
+        reference.dequantize(made.map(lambda plane: plane[-1:]), kv_format, lengths=stored, **layout.windows)
         for made, kv_format in zip(planes, layout.formats, strict=True)
     )
+    if new is not None:
+        key, value = (torch.cat((x[:, :, :num_stored], own[-1:]), 2) for x, own in zip((key, value), new, strict=True))
     expected, _ = reference.decode_attention(
         query[-1:, :, -rows:].float(), key, value, held, softmax_scale=query.shape[-1] ** -0.5
     )
@@ -127,7 +138,9 @@ def check(out: Tensor, query: Tensor, planes: tuple[Planes, Planes], layout: KVL
 
 
 def time_ours(shape: Shape, query: Tensor, preset: str, *, is_paged: bool) -> Timing:
-    """The time of the op for a query `[batch, num_q_heads, tokens, head_dim]`, in pages or side by side.
+    """The time of ours for a query `[batch, num_q_heads, tokens, head_dim]`, in pages or side by side.
+
+    More tokens than `ops.largest_step` attend to each other as they are, which are not in the cache yet.
 
     Raises:
         SystemExit: The result is not that of the reference.
@@ -144,10 +157,18 @@ def time_ours(shape: Shape, query: Tensor, preset: str, *, is_paged: bool) -> Ti
         sets = [random_planes(shape, layout) for _ in range(num_sets)]
         checked = sets[0]
 
-    def run(i: int) -> Tensor:
-        return ops.decode(query, None, *sets[i], lengths, layout, **options)[0]
+    operands = [ops.Operands(*planes, layout) for planes in sets]
+    new = None
+    if num_new > ops.largest_step(layout):
+        rows = shape.batch, shape.num_kv_heads, num_new, shape.head_dim
+        new = torch.randn(rows, dtype=DTYPE, device=DEVICE), torch.randn(rows, dtype=DTYPE, device=DEVICE)
 
-    error = check(run(0), query, checked, layout, shape.context)
+    def run(i: int) -> Tensor:
+        if new is None:
+            return operands[i].decode(query, None, lengths, **options)[0]
+        return operands[i].attend_chunk(query, new, lengths, **options)[0]
+
+    error = check(run(0), query, checked, layout, shape.context, new)
     if not error <= 2e-2:
         where = f"{shape.batch} x {shape.context} + {num_new}, {preset}{', pages' if is_paged else ''}"
         raise SystemExit(f"bench_chunks: {where}: relative error {error:.2e}.")

@@ -40,6 +40,7 @@ from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.cache.support import quantized_layers
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.models.layers import layers_of
+from hf_kvquant.ops import MAX_DRAFTED
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.spec.planes import Planes
@@ -451,7 +452,8 @@ class ReferenceLayer(DynamicLayer):
                 compare.assert_close(other, own.float().cpu(), bound, f"{name} that go into the cache")
             key_states, value_states = key.to(key_states.dtype), value.to(value_states.dtype)
         length = self.get_seq_length()
-        is_first_chunk = length == 0
+        is_first_chunk, is_chunk = length == 0, key_states.shape[2] > MAX_DRAFTED
+        before = [] if is_first_chunk else [self.seen(0), self.seen(1)]
         both = [
             torch.cat((self._through_codes(side, x), x), dim=-1)
             if self._has_tail(side)
@@ -468,7 +470,13 @@ class ReferenceLayer(DynamicLayer):
             self._close_blocks(
                 *(self.formats[0].tail_begin(tokens, residual_length) for tokens in (length, self.get_seq_length()))
             )
-        return (key_states, value_states) if is_first_chunk else (self.seen(0), self.seen(1))
+        if is_first_chunk:
+            return key_states, value_states
+        if is_chunk and any(each.is_quantized for each in self.formats):
+            # It sees what was there before, and its own tokens as they come.
+            key, value = (torch.cat(pair, 2) for pair in zip(before, (key_states, value_states), strict=True))
+            return key, value
+        return self.seen(0), self.seen(1)
 
     def _has_tail(self, side: int) -> bool:
         return self.formats[side].tail_rows(**self.windows) > 0

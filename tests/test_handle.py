@@ -228,13 +228,13 @@ def test_dense_tensors_are_in_the_basis_of_the_model() -> None:
 def test_a_step_is_dequantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     key, value = make_handles()
     calls = []
-    dequantize = LayerStore.dequantize
+    dense_step = LayerStore.dense_step
 
     def counted(self: LayerStore) -> tuple[Tensor, Tensor]:
         calls.append(self)
-        return dequantize(self)
+        return dense_step(self)
 
-    monkeypatch.setattr(LayerStore, "dequantize", counted)
+    monkeypatch.setattr(LayerStore, "dense_step", counted)
     assert key.dense() is key.dense() and value.dense() is value.dense()
     _ = key + 1, key[0], torch.cat([key, key]), value.mT, len(value)
     assert len(calls) == 1

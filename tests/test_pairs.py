@@ -18,10 +18,10 @@ from hf_kvquant.evaluation.measuring.pairs import (
     check_pairs,
     count_pairs,
     expected_pairs,
-    num_readers,
     pairs_of,
 )
 from hf_kvquant.evaluation.perplexity import gate
+from hf_kvquant.models.layers import num_readers
 from hf_kvquant.patching import patched
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.tally import causal_pairs

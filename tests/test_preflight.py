@@ -483,9 +483,9 @@ def test_a_format_that_gives_no_numbers_is_ruin(monkeypatch: pytest.MonkeyPatch)
     with hf_kvquant.patched(model, "none"), torch.no_grad():
         meter = divergence.Meter(model, ids)
         assert meter.cost(KVQuantConfig.from_preset("none")) == divergence.NO_COST
-        for name in ("_run", "_replayed"):
-            ruined = [logits * math.nan for logits in meter.reference]
-            monkeypatch.setattr(meter, name, lambda *arguments, ruined=ruined: iter(ruined))
+        ruined = [logits * math.nan for logits in meter.reference]
+        for name, given in (("_run", ruined), ("_replayed", ruined[-1:])):
+            monkeypatch.setattr(meter, name, lambda *arguments, given=given: iter(given))
         config = KVQuantConfig.from_preset("int8")
         assert meter.cost(config).kld.mean == meter.kld(0, config.formats(0)).mean == math.inf
 

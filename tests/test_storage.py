@@ -102,11 +102,12 @@ class DenseModel:
         behind_start = torch.arange(self.length) - starts.unsqueeze(1)
         return (behind_start >= 0) & (behind_start < self.formats.sink_length)
 
-    def is_dense(self, side: int) -> Tensor:
-        """`[batch, length]`: tokens that attention takes as they came."""
+    def is_dense(self, side: int, num_own: int = 0) -> Tensor:
+        """`[batch, length]`: tokens that attention takes as they came, the last `num_own` among them."""
         if not self.of_side(side).is_quantized:
             return torch.zeros_like(self.is_first())
-        return self.is_first() | (torch.arange(self.length) >= self.tail_begin(side, self.length))
+        begin = self.tail_begin(side, self.length - num_own)
+        return self.is_first() | (torch.arange(self.length) >= min(begin, self.length - num_own or begin))
 
     def extend(self, key: Tensor, value: Tensor) -> None:
         if key.shape[2] == 0:
@@ -156,18 +157,18 @@ class DenseModel:
         key, value = self.sides
         return [key if self.transform is None else reference.undo_key_transform(key, self.transform), value]
 
-    def mixed(self, coded: list[Tensor]) -> list[Tensor]:
-        return [torch.where(self.is_dense(side)[:, None, :, None], self.given[side], coded[side]) for side in range(2)]
+    def mixed(self, coded: list[Tensor], num_own: int = 0) -> list[Tensor]:
+        dense = [self.is_dense(side, num_own)[:, None, :, None] for side in range(2)]
+        return [torch.where(dense[side], self.given[side], coded[side]) for side in range(2)]
 
     @property
     def dense(self) -> list[Tensor]:
         """Keys in the model's basis, and values."""
         return self.mixed(self.decoded)
 
-    @property
-    def stored(self) -> list[Tensor]:
-        """The same, but for keys that have codes, which are transformed."""
-        return self.mixed(self.sides)
+    def stored(self, num_own: int = 0) -> list[Tensor]:
+        """The same, but for keys that have codes, which are transformed, and the last tokens as they came."""
+        return self.mixed(self.sides, num_own)
 
     def crop(self, count: int) -> None:
         length = max(0, self.length - count)
@@ -202,17 +203,17 @@ def assert_dense(storage: LayerStore, model: DenseModel) -> None:
 
 
 def plain_attention(
-    query: Tensor, model: DenseModel, is_visible: Tensor, softmax_scale: float
+    query: Tensor, model: DenseModel, is_visible: Tensor, softmax_scale: float, num_own: int
 ) -> tuple[Tensor, Tensor]:
     """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours."""
-    key, value = (x.to(query.dtype).repeat_interleave(query.shape[1] // HEADS, dim=1) for x in model.stored)
+    key, value = (x.to(query.dtype).repeat_interleave(query.shape[1] // HEADS, dim=1) for x in model.stored(num_own))
     scores = query @ key.mT * softmax_scale
     if model.transform is not None:  # queries and keys in the basis of the codes, rounded as they are
         x, constant = reference.transform_query(query, model.transform)
         coded_scores = x.to(query.dtype) @ key.mT * softmax_scale
         if constant is not None:
             coded_scores = coded_scores + (softmax_scale * constant).to(query.dtype).unsqueeze(-1)
-        scores = torch.where(model.is_dense(0)[:, None, None, :], scores, coded_scores)
+        scores = torch.where(model.is_dense(0, num_own)[:, None, None, :], scores, coded_scores)
     scores = scores.masked_fill(~is_visible, -torch.inf).float()
     weights = scores.softmax(-1).nan_to_num(0).to(query.dtype)  # a row that sees nothing is 0 / 0
     return (weights @ value).transpose(1, 2), scores.logsumexp(-1)
@@ -222,7 +223,11 @@ def assert_attends(
     storage: LayerStore, model: DenseModel, q_len: int, *, starts: Tensor | None = None, sliding_window: int = 0
 ) -> None:
     """Attention of new random queries agrees with the reference, within what the working dtype allows."""
-    key, value = model.stored
+    # A chunk's own tokens are attended to as they came.
+    pending, formats = storage.writer.pending, (storage.formats.key, storage.formats.value)
+    is_chunk = pending is not None and q_len > ops.MAX_DRAFTED and not sliding_window
+    num_own = q_len if is_chunk and any(each.is_quantized for each in formats) else 0
+    key, value = model.stored(num_own)
     batch, length, softmax_scale = key.shape[0], model.length, KEY_DIM**-0.5
     starts = torch.zeros(batch, dtype=torch.int32) if starts is None else starts
     assert storage.dtype is not None
@@ -240,9 +245,9 @@ def assert_attends(
         starts=starts,
         sliding_window=sliding_window,
         key_transform=model.transform,
-        is_dense=model.is_dense(0),
+        is_dense=model.is_dense(0, num_own),
     )
-    plain, plain_lse = plain_attention(query, model, is_visible, softmax_scale)
+    plain, plain_lse = plain_attention(query, model, is_visible, softmax_scale, num_own)
     out, lse = storage.attend(
         query.to(storage.device),
         softmax_scale=softmax_scale,
@@ -254,7 +259,7 @@ def assert_attends(
     max_logit = max_logit_terms(query.float(), key, softmax_scale)
     if model.transform is not None:
         x, constant = reference.transform_query(query, model.transform)
-        max_logit = max(max_logit_terms(x, key, softmax_scale), max_logit if model.is_dense(0).any() else 0.0)
+        max_logit = max(max_logit_terms(x, key, softmax_scale), max_logit if model.is_dense(0, num_own).any() else 0.0)
         max_logit += softmax_scale * float(constant.abs().max()) if constant is not None else 0.0
     bound = attention_bound(expected, plain, storage.dtype, max_logit, float(value.abs().max()))
     assert_close(out, expected, bound, f"{what}, out")

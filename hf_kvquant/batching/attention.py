@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .. import ops
 from ..attention.masks import dense_mask
 from ..attention.registry import (
     call_previous,
@@ -169,7 +170,11 @@ def paged_attention(
         if group.has_past:
             options = {"softmax_scale": scale, **options_of(prev, kwargs)}
             options |= {"counters": cache.counters, "split_plan": group.split_plan}
-            result, _ = operands.decode(own_query, (own_key, own_value), **held, **options)
+            if group.q_len > ops.largest_step(operands.layout, options["sliding_window"]):
+                result, _ = operands.attend_chunk(own_query, (own_key, own_value), **held, **options)
+                operands.append(own_key, own_value, **held)
+            else:
+                result, _ = operands.decode(own_query, (own_key, own_value), **held, **options)
         else:
             operands.append(own_key, own_value, **held)
             result = _attend_raw(prev, module, own_query, own_key, own_value, scaling=scaling, **kwargs)

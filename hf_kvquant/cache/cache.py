@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, QuantizedCache
 
 from ..config import DEFAULT_PRESET, KVQuantConfig
-from ..models.layers import layers_of
+from ..models.layers import layers_of, num_readers
 from ..models.text_config import decoder_config
 from ..spec.key_transform import KeyTransform
 from ..storage import rewind
@@ -110,13 +110,16 @@ class KVQuantCache(QuantizedCache):
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
         options: dict[str, Any] = {"max_cache_len": max_cache_len, "lengths": Lengths(pool), "pool": pool}
         offloader = Offloader() if quant_config.offloading else None
+        readers = num_readers(text_config)
         layers: list[Any] = []
         for index, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
             if index not in quantized:
                 layers.append(transformers_layer(layer_type, kwargs, max_cache_len))
                 continue
             options |= {"name": f"layer {index}", "key_transform": transforms.get(index)}
-            layers.append(new_layer(layer_type, kwargs, quant_config.formats(index), self.notes, offloader, options))
+            layer = new_layer(layer_type, kwargs, quant_config.formats(index), self.notes, offloader, options)
+            layer.storage.is_shared = readers[index] > 1
+            layers.append(layer)
         if not quantized:
             _log_nothing_to_quantize(tuple(sorted(set(layer_types))))
         Cache.__init__(self, layers=layers)

@@ -91,13 +91,16 @@ class KVStep:
         self._pairs = 0
 
     def dense(self, reason: str) -> tuple[Tensor, Tensor]:
-        """Dequantised keys and values, computed once per step. `reason` is logged and counted where codes exist."""
+        """Keys and values as attention over codes sees them, computed once per step: dequantised, but for a chunk.
+
+        `reason` is logged and counted where codes exist.
+        """
         storage = self.storage
         if self._dense is None:
             before = storage.tally.pairs_dequantized
             if storage.is_quantized:
                 note_fallback(storage, reason)
-            self._dense, self._pairs = storage.dequantize(), storage.tally.pairs_dequantized - before
+            self._dense, self._pairs = storage.dense_step(), storage.tally.pairs_dequantized - before
         elif reason != LOOKED_INSIDE and not torch.compiler.is_compiling():
             # Another layer attends to the same tensors. A model that looks inside calls this for keys and for values,
             # which counts once.

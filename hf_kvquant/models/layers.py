@@ -52,6 +52,22 @@ def shared_layers(text_config: PreTrainedConfig) -> dict[int, int]:
     return {index: own[names[index]] for index, mode in enumerate(modes) if mode == "reuse" and names[index] in own}
 
 
+def num_readers(text_config: PreTrainedConfig) -> list[int]:
+    """How many layers attend to the keys and values of each cache layer: the layer itself, and layers that share them.
+
+    `num_kv_shared_layers` at the end share those of the last layer of their type before them.
+    """
+    cache_types, _ = layers_of(text_config)
+    readers = [1] * len(cache_types)
+    num_shared = getattr(text_config, "num_kv_shared_layers", None) or 0
+    if num_shared:
+        layer_types: list[str] = text_config.layer_types
+        own, shared = layer_types[:-num_shared], layer_types[-num_shared:]
+        for layer_type in shared:
+            readers[max(index for index, each in enumerate(own) if each == layer_type)] += 1
+    return readers
+
+
 def count_layers(config: PreTrainedConfig) -> int:
     """How many layers the caches of a model have, given its own config or its text model's.
 

@@ -38,3 +38,20 @@ def dequantize(store: LayerStore) -> tuple[Tensor, Tensor]:
         )
     )
     return key, value
+
+
+def dense_step(store: LayerStore) -> tuple[Tensor, Tensor]:
+    """Dense keys and values for the newest tokens of a layer. See `LayerStore.dense_step`."""
+    pending = store.writer.pending
+    if pending is None or pending[0].shape[2] <= store.largest_step(store.window or store.masked_window):
+        return dequantize(store)
+    assert store.dtype is not None
+    store.residency.arrive(store)
+    q_len, offset = pending[0].shape[2], store.offset
+    past = store.lengths - q_len
+    sides = store.writer.dequantize(past, store.starts, begin=offset, num_tokens=store.num_shown, dtype=store.dtype)
+    row = past.long().unsqueeze(1) - offset + torch.arange(q_len, device=store.device)
+    for side, own in zip(sides, pending, strict=True):
+        side.scatter_(2, row[:, None, :, None].expand_as(own), own)
+    store.flush()
+    return sides

@@ -14,11 +14,13 @@ exactly once.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..config import LayerFormats
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout, Rows, Shape
@@ -75,6 +77,7 @@ class LayerStore:
         self.max_cache_len = max_cache_len
         self.is_static = max_cache_len is not None
         self.window = window
+        self.is_shared = False  # whether other layers attend to these tokens, too, once they are written
         self.masked_window = 0  # of a model that computes attention itself; the cache then keeps all tokens (GPT-Neo)
         self.layout = KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
         alignment = self.layout.token_alignment
@@ -300,7 +303,7 @@ class LayerStore:
         is_uneven: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Write pending tokens and attend to everything stored, in one op. See `ops.Operands.decode`.
+        """Write pending tokens and attend to everything stored. See `ops.Operands.decode` and `attend_chunk`.
 
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, the newest `q_len` tokens, as the model makes it.
@@ -323,14 +326,23 @@ class LayerStore:
         else:
             assert self.length_group is not None
             lengths = self.length_group.tensor_of(self._member)  # without the two calls of the property
+            options["is_chunk"] = query.shape[2] > self.largest_step(options.get("sliding_window", 0))
             if is_uneven:
                 plans = self.length_group.plans_of(self._member)
                 options["split_plan"] = step_plan(self, plans, query, starts, options)
-            result = self.writer.attend(query, lengths, softmax_scale=softmax_scale, starts=starts, **options)
+            result = self.writer.attend(query, lengths, starts, softmax_scale=softmax_scale, **options)
             if not torch.compiler.is_compiling():
                 self.starts = starts  # decides which first tokens are dense
         note_read(self, query.shape[2], options.get("sliding_window", 0))
         return result
+
+    def largest_step(self, sliding_window: int) -> int:
+        """The most new tokens that see each other as they are stored. See `ops.largest_step`.
+
+        Args:
+            sliding_window: Positions visible to a query, itself included; 0 for all.
+        """
+        return sys.maxsize if self.is_shared else ops.largest_step(self.layout, sliding_window)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Dense keys and values in the model's dtype and basis.
@@ -342,6 +354,10 @@ class LayerStore:
             quantised and the layer grows and stays on its device.
         """
         return dense.dequantize(self)
+
+    def dense_step(self) -> tuple[Tensor, Tensor]:
+        """`dequantize` for attention of the newest tokens: those of a chunk as the model made them. See `attend`."""
+        return dense.dense_step(self)
 
     def query_offset(self, q_len: int) -> int | Tensor:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static layer."""

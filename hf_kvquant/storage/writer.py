@@ -53,11 +53,25 @@ class Writer:
         self._operands.append(*self.pending, lengths, starts)
         self.pending = None
 
-    def attend(self, query: Tensor, lengths: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """Write the pending tokens and attend to everything stored, in one op. See `ops.Operands.decode`."""
+    def attend(
+        self, query: Tensor, lengths: Tensor, starts: Tensor | None, *, is_chunk: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the pending tokens and attend to everything stored, in one op. See `ops.Operands.decode`.
+
+        Args:
+            query: Of the newest tokens.
+            lengths, starts: As in `Operands.decode`.
+            is_chunk: Whether pending tokens are attended to as the model made them. See `Operands.attend_chunk`.
+            **options: As in `Operands.decode`.
+        """
         assert self._operands is not None
-        result = self._operands.decode(query, self.pending, lengths, counters=self.counters, **options)
-        self.pending = None  # only now: a refused query must not lose tokens that `lengths` already counts
+        options |= {"starts": starts, "counters": self.counters}
+        if is_chunk and self.pending is not None:
+            result = self._operands.attend_chunk(query, self.pending, lengths, **options)
+            self.append(lengths, starts)
+        else:
+            result = self._operands.decode(query, self.pending, lengths, **options)
+            self.pending = None  # only now: a refused query must not lose tokens that `lengths` already counts
         return result
 
     def dequantize(self, lengths: Tensor, starts: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:

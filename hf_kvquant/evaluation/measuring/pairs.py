@@ -12,11 +12,11 @@ import dataclasses
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..._ops import ops as torch_ops
 from ...cache.layers import KVQuantLayer
-from ...models.layers import layers_of
+from ...models.layers import num_readers
 from ...models.text_config import text_config_of
 from ...storage.tally import causal_pairs
 from ..errors import NothingRead
@@ -57,22 +57,6 @@ def check_pairs(what: str, pairs: Pairs) -> None:
             "attended to something else (see the log above), or more often than it should, so the number would be that "
             "of another cache. Use another model."
         )
-
-
-def num_readers(text_config: PreTrainedConfig) -> list[int]:
-    """How many layers attend to the keys and values of each cache layer: the layer itself, and layers that share them.
-
-    `num_kv_shared_layers` at the end share those of the last layer of their type before them.
-    """
-    cache_types, _ = layers_of(text_config)
-    readers = [1] * len(cache_types)
-    num_shared = getattr(text_config, "num_kv_shared_layers", None) or 0
-    if num_shared:
-        layer_types: list[str] = text_config.layer_types
-        own, shared = layer_types[:-num_shared], layer_types[-num_shared:]
-        for layer_type in shared:
-            readers[max(index for index, each in enumerate(own) if each == layer_type)] += 1
-    return readers
 
 
 def expected_pairs(model: PreTrainedModel, cache: Cache, tokens: int, first_chunk: int) -> int:

@@ -3,8 +3,9 @@
 A forward over a whole text normally reads no cache. Here, the keys and values of a layer go through the storage of a
 `KVQuantCache`, so through the ops that quantise, and come back dequantised. Each query attends to either the
 dequantised or the original token, as it would with chunks: queries of the first chunk see all tokens unquantised, later
-queries only those that the tail holds at the end of their chunk. This is many times faster than feeding chunks, and
-shows the effect of a *format*. `fidelity.py` can do both, which shows whether kernels and caches do the same.
+queries those of their own chunk and those that the tail holds before it. Chunks too small to be some to
+`ops.largest_step` see only what the tail holds at their end. This is many times faster than feeding chunks, and shows
+the effect of a *format*. `fidelity.py` can do both, which shows whether kernels and caches do the same.
 """
 
 from __future__ import annotations
@@ -97,10 +98,15 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         first = torch.tensor(self.first_chunks, device=device).unsqueeze(1)
         behind = position[n0:] - first  # [batch or 1, tokens - n0]
         is_exact = (behind < 0).unsqueeze(2)
-        if not kv_format.is_quantized or kv_format.tail_rows(sink_length, residual_length) == 0:
-            return (is_exact | (not kv_format.is_quantized)).expand(-1, -1, tokens)
-        chunk_end = (first + (behind.clamp(min=0) // self.chunk_size + 1) * self.chunk_size).clamp(max=tokens)
-        begin = kv_format.tail_begin(chunk_end, residual_length)
+        if not kv_format.is_quantized:
+            return torch.ones_like(is_exact).expand(-1, -1, tokens)
+        chunk_begin = first + behind.clamp(min=0) // self.chunk_size * self.chunk_size
+        chunk_end = (chunk_begin + self.chunk_size).clamp(max=tokens)
+        is_chunk = chunk_end - chunk_begin > self.storage.largest_step(window_of(self.storage))
+        is_exact = is_exact | (is_chunk.unsqueeze(2) & (position >= chunk_begin.unsqueeze(2)))
+        if kv_format.tail_rows(sink_length, residual_length) == 0:
+            return is_exact.expand(-1, -1, tokens)
+        begin = kv_format.tail_begin(torch.where(is_chunk, chunk_begin, chunk_end), residual_length)
         return is_exact | (position < sink_length) | (position >= begin.unsqueeze(2))
 
 

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ... import ops
 from ...config import KVQuantConfig
 from ...preflight.divergence import divergence
+from ...spec.layout import KVLayout
 from ..errors import Refused
 from ..measuring.fidelity import UNQUANTIZED, Chunks, Stream, route
 from ..measuring.pairs import PairCounter
@@ -148,12 +150,14 @@ class Gate:
         """Log-probabilities token by token, and pairs of modes that must have the same ones.
 
         The simulation of chunks is compared with chunks, and that of single tokens with decoding. Chunks are compared
-        with decoding only where both define the same function. They do not with `int4` (a block of tokens can
-        fill within a chunk) or with `residual_length` (the dense tokens are counted from the end of the chunk).
+        with decoding only where both define the same function. They do not where a chunk sees its own tokens as they
+        came, with `int4` (a block of tokens can fill within a chunk) or with `residual_length` (the dense tokens are
+        counted from the end of the chunk).
         """
         run = functools.partial(self.log_probs, name, config, written=[], on_chunk=on_chunk)
         decode, chunked = run(1), run(chunk)
-        knows_chunks = config.key.block_size is not None or config.residual_length > 0
+        is_own_raw = chunk > ops.largest_step(KVLayout(config.key, config.value))
+        knows_chunks = is_own_raw or config.key.block_size is not None or config.residual_length > 0
         pairs = {}
         if can_simulate:
             as_decode = run(1, simulate=True)

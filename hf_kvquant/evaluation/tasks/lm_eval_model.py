@@ -19,6 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
 
+from ... import ops
 from ...attention.backends import without_cudnn
 from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
@@ -37,8 +38,9 @@ from .paged_generation import Prompt, generate
 from .paged_scores import Scorer
 from .scoring import Answer, CannotScore, Request, ScoringLM
 
-# Tokens of each chunk after the first, so that the logits of a long text (lm-eval's wikitext) are never held at once.
-CHUNK_SIZE = 128
+# Tokens of each chunk after the first: the most that see each other as codes. So the logits of a long text (lm-eval's
+# wikitext) are never held at once.
+CHUNK_SIZE = ops.MAX_DRAFTED
 # Pages of 128 tokens for each row of `batch_size`, when `batching` generates.
 GENERATION_PAGES = 32
 # What a request of generation may say besides its stop sequences and its length.

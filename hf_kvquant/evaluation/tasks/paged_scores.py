@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ... import ops
 from ...batching.batch import Request, groups_of
 from ...config import KVQuantConfig
 from ...models.layers import layers_of
@@ -23,9 +24,9 @@ from ...storage.tally import causal_pairs
 from .batches import Row, Score
 from .pages import PAGE_SIZE, Pages
 
-# Tokens of a row in a forward after its first chunk, and tokens of a forward for each row of `--batch-size`. So a
-# forward has no more logits than without pages.
-CHUNK_SIZE = 128
+# Tokens of a row in a forward after its first chunk, and tokens of a forward for each row of `--batch-size`: as without
+# pages, the most that see each other as codes.
+CHUNK_SIZE = ops.MAX_DRAFTED
 # Pages for each row of `--batch-size`: room for short rows, of which a forward has many.
 PAGES_PER_ROW = 32
 

@@ -34,17 +34,22 @@ class CountedOperands:
 
     def __init__(self, operands: ops.Operands, pairs: Tensor) -> None:
         self._operands, self._pairs = operands, pairs
-        self.append = operands.append
+        self.append, self.layout = operands.append, operands.layout
 
-    def decode(
-        self, query: Tensor, new: tuple[Tensor, Tensor] | None, lengths: Tensor, **options: Any
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, query: Tensor, new: Any, lengths: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """See `ops.Operands.decode`."""
-        result = self._operands.decode(query, new, lengths, **options)
+        self._count(query, lengths, options)
+        return self._operands.decode(query, new, lengths, **options)
+
+    def attend_chunk(self, query: Tensor, new: Any, lengths: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """See `ops.Operands.attend_chunk`."""
+        self._count(query, lengths, options)
+        return self._operands.attend_chunk(query, new, lengths, **options)
+
+    def _count(self, query: Tensor, lengths: Tensor, options: dict[str, Any]) -> None:
         window = options.get("sliding_window") or 0
         ends = lengths.long()
         self._pairs += (_seen(ends, window) - _seen(ends - query.shape[2], window)).sum()
-        return result
 
 
 def _seen(tokens: Tensor, window: int) -> Tensor:
