@@ -439,6 +439,7 @@ class ReferenceLayer(DynamicLayer):
         self.frozen: list[Planes | None] = [None, None]  # per-tensor scales of the first chunk
         self.replay = None if replay is None else iter(replay)
         self.mask = mask
+        self.has_chunks = True  # many new tokens see each other as they come: not with a sliding window
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.replay is not None:
@@ -452,7 +453,7 @@ class ReferenceLayer(DynamicLayer):
                 compare.assert_close(other, own.float().cpu(), bound, f"{name} that go into the cache")
             key_states, value_states = key.to(key_states.dtype), value.to(value_states.dtype)
         length = self.get_seq_length()
-        is_first_chunk, is_chunk = length == 0, key_states.shape[2] > MAX_DRAFTED
+        is_first_chunk, is_chunk = length == 0, self.has_chunks and key_states.shape[2] > MAX_DRAFTED
         before = [] if is_first_chunk else [self.seen(0), self.seen(1)]
         both = [
             torch.cat((self._through_codes(side, x), x), dim=-1)
@@ -581,6 +582,7 @@ class ReferenceCache(DynamicCache):
             replayed = None if replay is None else replay[index]
             kind = ReferenceHybridLayer if layer_types[index] == "hybrid" else ReferenceLayer
             self.layers[index] = kind(formats, replayed, mask, transform)
+            self.layers[index].has_chunks = layer_types[index] != "sliding_attention"
 
 
 def check_against_reference(

@@ -719,13 +719,13 @@ def test_chunks_over_pages(
     chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     options: list[dict[str, Any]] = []
-    decode = chunking.ops.decode
+    decode = chunking.ops.Operands.decode
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         options.append(kwargs)
         return decode(*args, **kwargs)
 
-    monkeypatch.setattr(chunking.ops, "decode", noted)
+    monkeypatch.setattr(chunking.ops.Operands, "decode", noted)
     presets = ["int8", "int4-channel"]
     results = run_chunking(chunking, monkeypatch, tmp_path / "pages.json", "--pages", "--presets", *presets)
     printed = capsys.readouterr().out
@@ -741,22 +741,37 @@ def test_chunks_over_pages(
 
 
 def test_chunk_wrong_result_aborts(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    decode = chunking.ops.decode
+    decode = chunking.ops.Operands.decode
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         out, lse = decode(*args, **kwargs)
         return out * 1.1, lse
 
-    monkeypatch.setattr(chunking.ops, "decode", wrong)
+    monkeypatch.setattr(chunking.ops.Operands, "decode", wrong)
     with pytest.raises(SystemExit, match=r"bench_chunks: 1 x 200 \+ 1, int8: relative error"):
         run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--presets", "int8")
 
     def wrong_in_pages(*args: Any, **kwargs: Any) -> Any:
         return (decode if kwargs.get("page_table") is None else wrong)(*args, **kwargs)
 
-    monkeypatch.setattr(chunking.ops, "decode", wrong_in_pages)
+    monkeypatch.setattr(chunking.ops.Operands, "decode", wrong_in_pages)
     with pytest.raises(SystemExit, match=r"bench_chunks: 1 x 200 \+ 1, int8, pages: relative error"):
         run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--pages", "--presets", "int8")
+
+
+def test_chunks_attend_to_their_own_tokens_as_they_are(
+    chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    attend, calls = chunking.ops.Operands.attend_chunk, []
+
+    def noted(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(query.shape[2])
+        return attend(self, query, *args, **kwargs)
+
+    monkeypatch.setattr(chunking.ops.Operands, "attend_chunk", noted)
+    monkeypatch.setattr(chunking, "CASES", [(2, 200, 40)])
+    run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--presets", "int8", "int4")
+    assert calls == [40] * 4  # each is checked and timed
 
 
 def test_long_chunks_take_few_calls(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
