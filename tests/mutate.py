@@ -434,8 +434,8 @@ MUTATIONS = [
             "serve_load",
         ),
         (
-            'if not self.is_sampled or body.get("temperature") == 0:',
-            "if not self.is_sampled:",
+            "if self._is_sampled or is_named else 0.0",
+            "if True else 0.0",
             "greedy requests sample",
             "serve",
         ),
@@ -515,16 +515,34 @@ MUTATIONS = [
     *of(
         "hf_kvquant/batching/sampling.py",
         (
-            "config.do_sample, config.num_return_sequences = settings is not None, 1",
+            "config.do_sample, config.num_return_sequences = False, 1",
             "config.num_return_sequences = 1",
             "the model's settings may sample",
-            "serve",
+            "sampling serve",
         ),
         (
-            'values = {**NEUTRAL, "top_k": vocab_size, **(chosen or {})}',
-            'values = {**NEUTRAL, "top_k": vocab_size}',
-            "settings of requests are ignored",
-            "serve batch_command",
+            "{self.seed} {self.choice} {position}",
+            "{self.seed} {position}",
+            "several answers to a prompt are the same",
+            "sampling serve_fields",
+        ),
+        (
+            "each.temperature > 0 and each.is_truncated == is_truncated",
+            "each.temperature > 0 and is_truncated",
+            "what a seed draws depends on the company",
+            "sampling",
+        ),
+        (
+            "reached = mass.cumsum(-1, dtype=torch.float64)",
+            "reached = mass.cumsum(-1).double()",
+            "the tail of a large vocabulary is lost",
+            "sampling",
+        ),
+        (
+            "prompt, written = state.initial_tokens[:num_prompt], state.initial_tokens[num_prompt:]",
+            "prompt, written = state.initial_tokens[:num_prompt], state.initial_tokens[:0]",
+            "a request that starts again forgets what it wrote",
+            "sampling serve_fields",
         ),
     ),
     *of(

@@ -133,20 +133,16 @@ def test_each_request_says_how_it_samples(folder: str, alone: Alone) -> None:
     """All in one batch. A tiny `top_p` leaves one token, at any temperature."""
     greedy: list[dict[str, Any]] = [{}, {"temperature": 0}, {"temperature": 5, "top_p": 1e-6}, {"top_p": 1e-6}]
     sampled: list[dict[str, Any]] = [{"temperature": 5}, {"temperature": 1, "top_p": 0.99}] * 3
-    with serving(folder, is_sampled=True) as running, concurrent.futures.ThreadPoolExecutor(10) as pool:
+    with serving(folder) as running, concurrent.futures.ThreadPoolExecutor(10) as pool:
         bodies = [{"prompt": PROMPTS[0], "max_tokens": NEW_TOKENS, **each} for each in greedy + sampled]
         answers = [
             each.json()["choices"][0]["text"] for each in pool.map(lambda body: running.complete(**body), bodies)
         ]
-        refused = running.complete(prompt="a", temperature=1, seed=3)
-        assert refused.status_code == 400 and "`seed` must be left out, since requests" in refused.text
-        refused = running.complete(prompt="a", temperature=-1)
-        assert refused.status_code == 400 and "`temperature` must be a number of at least 0, got -1" in refused.text
     assert answers[:4] == [alone(PROMPTS[0])] * 4
     assert len({alone(PROMPTS[0]), *answers[4:]}) == 7
 
 
-def test_a_server_that_samples_knows_the_settings_of_its_model(folder: str, alone: Alone, tmp_path: Path) -> None:
+def test_requests_get_the_settings_of_the_model_that_they_leave_out(folder: str, alone: Alone, tmp_path: Path) -> None:
     path = tmp_path / "sampling"
     shutil.copytree(folder, path)
     settings = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
@@ -233,7 +229,29 @@ HELLO = [{"role": "user", "content": "Hello"}]
         ),
         (COMPLETION, {"prompt": " the" * 2048}, "the prompt must leave room for an answer, got 2048 tokens: "),
         (COMPLETION, {"prompt": "a", "stream": "yes"}, "`stream` must be true or false, got 'yes'."),
-        (COMPLETION, {"prompt": "a", "temperature": 0.7}, "`temperature` must be 0 or left out, since this server is"),
+        (COMPLETION, {"prompt": "a", "temperature": -1}, "`temperature` must be a number of at least 0, got -1."),
+        (COMPLETION, {"prompt": "a", "min_p": 2}, "`min_p` must be a number from 0 to 1, got 2."),
+        (COMPLETION, {"prompt": "a", "top_k": -1}, "`top_k` must be an integer of at least 0, got -1."),
+        (
+            COMPLETION,
+            {"prompt": "a", "presence_penalty": 3},
+            "`presence_penalty` must be a number from -2 to 2",
+        ),
+        (COMPLETION, {"prompt": "a", "repetition_penalty": 0}, "`repetition_penalty` must be a number above 0, got 0."),
+        (COMPLETION, {"prompt": "a", "logit_bias": {"x": 1}}, "`logit_bias` must be up to 1024 token ids with numbers"),
+        (COMPLETION, {"prompt": "a", "logit_bias": {"9000": 1}}, "`logit_bias` must be for token ids below 8192, as "),
+        (
+            COMPLETION,
+            {"prompt": "a", "logprobs": True},
+            "`logprobs` must be true or false in a chat, an ",
+        ),
+        (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True}, "`logprobs` must be left out with `echo`, since "),
+        (
+            CHAT,
+            {"messages": HELLO, "logprobs": 1},
+            "`logprobs` must be true or false in a chat, ",
+        ),
+        (CHAT, {"messages": HELLO, "top_logprobs": 1}, "`top_logprobs` must come with `logprobs`, got it alone."),
         (COMPLETION, {"prompt": "a", "top_p": 0}, "`top_p` must be a number above 0 and at most 1, got 0."),
         (COMPLETION, {"prompt": "a", "seed": 2**64}, "`seed` must be an integer of 64 bits"),
         (COMPLETION, {"prompt": "a", "n": 0}, "`n` must be an integer from 1 to 128, got 0."),
@@ -299,11 +317,6 @@ def test_a_body_that_is_too_long(running: Running) -> None:
     response = running.complete(prompt="x" * 2**20)
     assert response.status_code == 413
     assert response.json()["error"]["message"] == "the body must have at most 1,048,576 bytes. Shorten the prompt."
-
-
-def test_fields_without_effect_are_taken_at_the_value_that_changes_nothing(running: Running) -> None:
-    neutral = {"n": 1, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0, "stop": None, "top_p": 1}
-    assert running.complete(prompt="The river", max_tokens=1, user="somebody", **neutral).status_code == 200
 
 
 def test_errors_reach_the_openai_client(running: Running) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ from servers import Running, serving
 from waiting import until
 
 from hf_kvquant.serving.fields import BOTH, CHAT, COMPLETION, FIELDS
+from hf_kvquant.serving.forms import ChatForm
+from hf_kvquant.serving.pieces import Logprob, Piece
 from hf_kvquant.serving.writing import StopStrings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def running(folder: str) -> Iterator[Running]:
-    with serving(folder, num_blocks=32, served_name=NAME) as running:
+    """Without codes, of which the order of sums would change one now and then, and with it an answer."""
+    with serving(folder, "none", num_blocks=32, served_name=NAME) as running:
         yield running
 
 
@@ -208,6 +213,99 @@ def test_all_pieces_have_the_form_of_openai(running: Running, path: str) -> None
         for event in events:
             chat.ChatCompletionChunk.model_validate(event, strict=True)
         assert [event["choices"][0]["delta"] for event in events[:2]] == [{"role": "assistant", "content": ""}] * 2
+
+
+# --- how tokens are chosen --------------------------------------------------------------------------------------------
+
+HOT = {"temperature": 1.5, "max_tokens": LENGTH}
+
+
+def test_a_seed_gives_the_same_answer_in_any_company(running: Running) -> None:
+    """Alone, among others, in a stream, and as one of several answers."""
+    seeds = range(8)
+    alone = [running.complete(prompt="abc", seed=seed, **HOT).json()["choices"][0]["text"] for seed in seeds]
+    assert len(set(alone)) == len(alone)
+
+    def ask(seed: int | None) -> str:
+        more = {} if seed is None else {"seed": seed, "temperature": 1.5}
+        return text_of(running, "abc", **more)
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, [*seeds, *[None] * 8]))
+    assert together[:8] == alone and len(set(together[8:])) == 1
+    several = running.complete(prompt="abc", seed=0, n=3, **HOT).json()["choices"]
+    again = running.complete(prompt="abc", seed=0, n=3, **HOT).json()["choices"]
+    assert several == again and several[0]["text"] == alone[0]
+    assert len({choice["text"] for choice in several}) == 3
+
+
+def test_without_a_seed_answers_differ(running: Running) -> None:
+    answers = {running.complete(prompt="abc", **HOT).json()["choices"][0]["text"] for _ in range(3)}
+    assert len(answers) == 3
+
+
+def test_a_seed_holds_when_pages_run_out(folder: str) -> None:
+    """Requests start again with what they have written, and draw and count on from there."""
+    options = {"temperature": 1.5, "frequency_penalty": 1.0, "max_tokens": 100}
+    prompts = [str(index) * 250 for index in range(6)]
+
+    def ask(running: Running, index: int) -> str:
+        found = running.complete(prompt=prompts[index], seed=index, **options).json()
+        return str(found["choices"][0]["text"])
+
+    with serving(folder, "none", num_blocks=4) as running, concurrent.futures.ThreadPoolExecutor(6) as pool:
+        alone = [ask(running, index) for index in range(6)]
+        assert list(pool.map(lambda index: ask(running, index), range(6))) == alone
+
+
+def test_penalties_and_biases(running: Running, folder: str) -> None:
+    token = AutoTokenizer.from_pretrained(folder)("q", add_special_tokens=False).input_ids[0]
+    assert text_of(running, "abc", logit_bias={str(token): 100}) == "q" * LENGTH
+    for name in ("presence_penalty", "frequency_penalty"):
+        assert text_of(running, "abc", logit_bias={str(token): 100}, **{name: 0}) == "q" * LENGTH
+    other = text_of(running, "abc", frequency_penalty=2, logit_bias={str(token): 4})
+    assert other.count("q") < LENGTH
+    assert text_of(running, "abc", repetition_penalty=1000.0) != text_of(running, "abc")
+
+
+def test_log_probabilities_of_a_completion(client: openai.OpenAI, running: Running) -> None:
+    """A greedy token is the most likely one, and streams have the same numbers."""
+    options: Any = {"model": NAME, "prompt": "abc", "max_tokens": LENGTH, "logprobs": 3}
+    found = client.completions.create(**options).choices[0]
+    logprobs = found.logprobs
+    assert logprobs is not None and logprobs.tokens is not None and logprobs.token_logprobs is not None
+    assert "".join(logprobs.tokens) == found.text == text_of(running, "abc")
+    assert logprobs.text_offset == list(range(LENGTH))
+    assert logprobs.top_logprobs is not None
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert len(top) == 3 and top[token] == value == max(top.values()) < 0
+    pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
+    streamed = [value for piece in pieces if piece is not None for value in piece.token_logprobs or ()]
+    assert streamed == pytest.approx(logprobs.token_logprobs, abs=1e-4)
+
+
+def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "abc"}]
+    options: Any = {"model": NAME, "messages": messages, "max_tokens": LENGTH, "logprobs": True}
+    found = client.chat.completions.create(**options, top_logprobs=2).choices[0]
+    assert found.logprobs is not None and found.logprobs.content is not None
+    assert "".join(each.token for each in found.logprobs.content) == found.message.content
+    for each in found.logprobs.content:
+        assert each.bytes == list(each.token.encode())
+        assert len(each.top_logprobs) == 2 and each.top_logprobs[0].logprob == each.logprob
+    plain = client.chat.completions.create(**options).choices[0].logprobs
+    assert plain is not None and plain.content is not None and plain.content[0].top_logprobs == []
+    assert found.message.content is not None
+    stop = found.message.content[4:7]
+    events = client.chat.completions.create(**options, stop=stop, stream=True)
+    streamed = [each for event in events if (found_ := event.choices[0].logprobs) for each in found_.content or ()]
+    assert "".join(each.token for each in streamed) == found.message.content.partition(stop)[0]
+
+
+def test_a_token_that_is_no_whole_character_has_no_bytes() -> None:
+    piece = Piece(0, [""], [Logprob("\N{REPLACEMENT CHARACTER}", -math.inf, [], 0)], "length")
+    (content,) = ChatForm("id", NAME).choice(piece)["logprobs"]["content"]
+    assert (content["bytes"], content["logprob"]) == (None, -9999.0)
 
 
 # --- names and keys ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ BOTH = (CHAT, COMPLETION)
 # Of one prompt, and of all prompts of a request.
 MAX_CHOICES, MAX_ANSWERS = 128, 1024
 MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_BIASES, MAX_BIAS = 1024, 100
 
 
 class Refused(HTTPException):
@@ -105,7 +107,13 @@ def _is_options_of_template(value: Any) -> bool:
     return isinstance(value, dict) and "chat_template" not in value
 
 
+def _is_biases(value: Any) -> bool:
+    is_right = isinstance(value, dict) and len(value) <= MAX_BIASES and all(map(str.isdecimal, value))
+    return is_right and all(_is_number(each, -MAX_BIAS, MAX_BIAS) for each in value.values())
+
+
 _LENGTH = Field("an integer of at least 1", lambda value: _is_integer(value, 1))
+_PENALTY = Field("a number from -2 to 2", lambda value: _is_number(value, -2, 2))
 
 FIELDS: dict[str, Field] = {
     "messages": Field("a list of messages", _is_list, (CHAT,)),
@@ -120,21 +128,30 @@ FIELDS: dict[str, Field] = {
     "echo": Field("true or false", _is_bool, (COMPLETION,)),
     "temperature": Field("a number of at least 0", lambda value: _is_number(value, 0)),
     "top_p": Field("a number above 0 and at most 1", lambda value: _is_number(value, 0, 1) and value > 0),
+    "top_k": Field("an integer of at least 0", lambda value: _is_integer(value, 0, 2**31)),
+    "min_p": Field("a number from 0 to 1", lambda value: _is_number(value, 0, 1)),
     "seed": Field("an integer of 64 bits", lambda value: _is_integer(value, -(2**63), 2**63 - 1)),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": Field("a number above 0", lambda value: _is_number(value, 0) and value > 0),
+    "logit_bias": Field(f"up to {MAX_BIASES} token ids with numbers from -{MAX_BIAS} to {MAX_BIAS}", _is_biases),
+    "logprobs": Field(
+        f"true or false in a chat, an integer from 0 to {MAX_LOGPROBS} in a completion",
+        lambda value: _is_bool(value) or _is_integer(value, 0, MAX_LOGPROBS),
+    ),
+    "top_logprobs": Field(
+        f"an integer from 0 to {MAX_LOGPROBS}", lambda value: _is_integer(value, 0, MAX_LOGPROBS), (CHAT,)
+    ),
     "chat_template_kwargs": Field("an object without `chat_template`", _is_options_of_template, (CHAT,)),
     # OpenAI's fields for which there is nothing here.
     "audio": _without_effect(routes=(CHAT,)),
     "best_of": _without_effect(1, routes=(COMPLETION,)),
-    "frequency_penalty": _without_effect(0),
     "function_call": _without_effect("none", "auto", routes=(CHAT,)),
     "functions": _without_effect([], routes=(CHAT,)),
-    "logit_bias": _without_effect({}),
-    "logprobs": _without_effect(False),
     "modalities": _without_effect(["text"], routes=(CHAT,)),
     "moderation": _without_effect(routes=(CHAT,)),
     "parallel_tool_calls": _without_effect(True, False, routes=(CHAT,)),
     "prediction": _without_effect(routes=(CHAT,)),
-    "presence_penalty": _without_effect(0),
     "reasoning_effort": _without_effect(routes=(CHAT,)),
     "response_format": _without_effect({"type": "text"}, routes=(CHAT,)),
     "service_tier": _without_effect("auto", "default", routes=(CHAT,)),
@@ -142,7 +159,6 @@ FIELDS: dict[str, Field] = {
     "suffix": _without_effect("", routes=(COMPLETION,)),
     "tool_choice": _without_effect("none", "auto", routes=(CHAT,)),
     "tools": _without_effect([], routes=(CHAT,)),
-    "top_logprobs": _without_effect(0, routes=(CHAT,)),
     "verbosity": _without_effect(routes=(CHAT,)),
     "web_search_options": _without_effect(routes=(CHAT,)),
     # Notes of the client's.
@@ -153,6 +169,11 @@ FIELDS: dict[str, Field] = {
     "safety_identifier": _note((CHAT,)),
     "user": _note(),
 }
+# Fields that say how tokens are chosen.
+SETTINGS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
 # Of a message. What else it has is refused, unless it is empty, so that an answer can be sent back as it came.
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
@@ -168,6 +189,8 @@ class Parameters:
         is_streamed: Whether the client gets each piece.
         includes_usage: Whether a stream ends with the numbers of tokens.
         echoes: Whether answers begin with their prompts.
+        num_logprobs: Most likely tokens that are reported with each token; `None` for no report.
+        settings: Fields of `SETTINGS` that the client has sent.
     """
 
     num_choices: int
@@ -176,16 +199,17 @@ class Parameters:
     is_streamed: bool
     includes_usage: bool
     echoes: bool
+    num_logprobs: int | None
+    settings: dict[str, Any]
 
 
-def parameters_of(body: dict[str, Any], route: str, model: str, *, is_sampled: bool) -> Parameters:
+def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
     """Check all fields.
 
     Args:
         body: Of the request.
         route: `CHAT` or `COMPLETION`.
         model: The name by which clients call the model.
-        is_sampled: Whether the server samples.
 
     Raises:
         Refused: A field is not known or not served, or its value is wrong.
@@ -202,7 +226,6 @@ def parameters_of(body: dict[str, Any], route: str, model: str, *, is_sampled: b
         raise Refused(message, status=404, param="model", code="model_not_found")
     if "stream_options" in given and not given.get("stream"):
         raise Refused("`stream_options` must come with `stream`, got it alone. Leave it out.", param="stream_options")
-    _check_sampling(given, is_sampled)
     lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
     if len(lengths) > 1:
         message = "`max_tokens` and `max_completion_tokens` must agree, got two lengths. Leave one out."
@@ -219,6 +242,8 @@ def parameters_of(body: dict[str, Any], route: str, model: str, *, is_sampled: b
         is_streamed=given.get("stream", False),
         includes_usage=given.get("stream_options", {}).get("include_usage", False),
         echoes=given.get("echo", False),
+        num_logprobs=_num_logprobs(given, route),
+        settings={name: given[name] for name in SETTINGS if name in given},
     )
 
 
@@ -229,13 +254,18 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
     return list(prompt)
 
 
-def _check_sampling(given: dict[str, Any], is_sampled: bool) -> None:
-    if not is_sampled and given.get("temperature"):
-        why = "be 0 or left out, since this server is greedy (hf-kvquant serve --sample is not)"
-        raise Refused(f"`temperature` must {why}, got {given['temperature']}.", param="temperature")
-    if is_sampled and "seed" in given:
-        why = "be left out, since requests that are batched draw from one generator"
-        raise Refused(f"`seed` must {why}, got {given['seed']}.", param="seed")
+def _num_logprobs(given: dict[str, Any], route: str) -> int | None:
+    value = given.get("logprobs", False)
+    if value is not False and isinstance(value, bool) != (route == CHAT):
+        raise _wrong("logprobs", value)
+    if value is False:
+        if given.get("top_logprobs"):
+            raise Refused("`top_logprobs` must come with `logprobs`, got it alone. Send true.", param="top_logprobs")
+        return None
+    if given.get("echo"):
+        message = "`logprobs` must be left out with `echo`, since those of a prompt are not served, got both."
+        raise Refused(message, param="logprobs")
+    return int(given.get("top_logprobs", 0) if route == CHAT else value)
 
 
 def _check_messages(messages: list[Any] | None) -> None:

@@ -10,6 +10,10 @@ from typing import Any, ClassVar
 
 from transformers.cli.serving.utils import ReasoningText
 
+from .pieces import Logprob, Piece
+
+LEAST_LOGPROB = -9999.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
@@ -45,6 +49,20 @@ class Form:
         """An answer in one piece."""
         return {**self._head(self.kinds[0]), "choices": choices, "usage": usage.to_dict()}
 
+    def chunks(self, piece: Piece) -> str:
+        """A piece of one of the answers, as events: one for each of its texts, and one for its end."""
+        texts = [*piece.texts, ""] if piece.reason is not None or not piece.texts else piece.texts
+        chunks = []
+        for number, text in enumerate(texts, 1):
+            logprobs = piece.logprobs if number == 1 else None
+            reason = piece.reason if number == len(texts) else None
+            chunks.append(self.chunk([self._choice(piece.index, self.delta(text), logprobs, reason)]))
+        return "".join(chunks)
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """One of the answers, in one piece."""
+        return self._choice(piece.index, self.content(piece.texts), piece.logprobs, piece.reason)
+
     def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> str:
         """A piece of a stream, as an event."""
         more = {} if usage is None else {"usage": usage.to_dict()}
@@ -54,13 +72,23 @@ class Form:
         """The first chunks of a stream, before there is any text."""
         return ""
 
-    def choice(self, index: int, pieces: Sequence[str], reason: str) -> dict[str, Any]:
-        """One of the answers."""
+    def content(self, texts: Sequence[str]) -> dict[str, Any]:
+        """The text of an answer in one piece."""
         raise NotImplementedError
 
-    def delta(self, index: int, piece: str, reason: str | None = None) -> dict[str, Any]:
-        """A piece of one of the answers."""
+    def delta(self, text: str) -> dict[str, Any]:
+        """New text of an answer."""
         raise NotImplementedError
+
+    def logprobs(self, found: Sequence[Logprob]) -> dict[str, Any]:
+        """Logarithms of probabilities."""
+        raise NotImplementedError
+
+    def _choice(
+        self, index: int, content: dict[str, Any], found: Sequence[Logprob] | None, reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None if found is None else self.logprobs(found)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _head(self, kind: str) -> dict[str, Any]:
         name = f"{self.prefix}-{self.request_id}"
@@ -75,20 +103,28 @@ class ChatForm(Form):
 
     def opening(self, num_choices: int) -> str:
         """See `Form`."""
-        deltas = ({"role": "assistant", "content": ""} for _ in range(num_choices))
-        return "".join(self.chunk([_choice(index, None, delta=delta)]) for index, delta in enumerate(deltas))
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return "".join(self.chunk([self._choice(index, delta, None, None)]) for index in range(num_choices))
 
-    def choice(self, index: int, pieces: Sequence[str], reason: str) -> dict[str, Any]:
+    def content(self, texts: Sequence[str]) -> dict[str, Any]:
         """See `Form`."""
-        thoughts = "".join(piece for piece in pieces if isinstance(piece, ReasoningText))
-        content = "".join(piece for piece in pieces if not isinstance(piece, ReasoningText))
+        thoughts = "".join(text for text in texts if isinstance(text, ReasoningText))
+        content = "".join(text for text in texts if not isinstance(text, ReasoningText))
         message = {"role": "assistant", "content": content, "refusal": None}
-        return _choice(index, reason, message=message | ({"reasoning_content": thoughts} if thoughts else {}))
+        return {"message": message | ({"reasoning_content": thoughts} if thoughts else {})}
 
-    def delta(self, index: int, piece: str, reason: str | None = None) -> dict[str, Any]:
+    def delta(self, text: str) -> dict[str, Any]:
         """See `Form`."""
-        name = "reasoning_content" if isinstance(piece, ReasoningText) else "content"
-        return _choice(index, reason, delta={name: piece} if piece else {})
+        name = "reasoning_content" if isinstance(text, ReasoningText) else "content"
+        return {"delta": {name: text} if text else {}}
+
+    def logprobs(self, found: Sequence[Logprob]) -> dict[str, Any]:
+        """See `Form`."""
+        content = [
+            {**_token(each.text, each.logprob), "top_logprobs": [_token(*other) for other in each.top]}
+            for each in found
+        ]
+        return {"content": content, "refusal": None}
 
 
 class CompletionForm(Form):
@@ -97,17 +133,35 @@ class CompletionForm(Form):
     prefix = "cmpl"
     kinds = "text_completion", "text_completion"
 
-    def choice(self, index: int, pieces: Sequence[str], reason: str) -> dict[str, Any]:
+    def content(self, texts: Sequence[str]) -> dict[str, Any]:
         """See `Form`."""
-        return _choice(index, reason, text="".join(pieces))
+        return {"text": "".join(texts)}
 
-    def delta(self, index: int, piece: str, reason: str | None = None) -> dict[str, Any]:
+    def delta(self, text: str) -> dict[str, Any]:
         """See `Form`."""
-        return _choice(index, reason, text=piece)
+        return {"text": text}
+
+    def logprobs(self, found: Sequence[Logprob]) -> dict[str, Any]:
+        """See `Form`. Tokens that look alike count as one."""
+        return {
+            "tokens": [each.text for each in found],
+            "token_logprobs": [_finite(each.logprob) for each in found],
+            "top_logprobs": [
+                {text: _finite(value) for text, value in [*each.top[::-1], (each.text, each.logprob)]} for each in found
+            ],
+            "text_offset": [each.begin for each in found],
+        }
 
 
-def _choice(index: int, reason: str | None, **content: Any) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    """A token of a chat. One that is no whole character has no text of its own, and its bytes are not known."""
+    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if is_whole else None}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity. OpenAI's API writes -9999 for it."""
+    return max(logprob, LEAST_LOGPROB)
 
 
 def event(data: Any) -> str:

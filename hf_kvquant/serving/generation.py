@@ -11,7 +11,6 @@ What transformers' classes do that made the checks here necessary:
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +19,8 @@ from transformers import PreTrainedModel
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ..batching.greedy import MostLikely
 from ..batching.manager import Manager
-from ..batching.sampling import SAMPLING, sampling_config, sampling_options
+from ..batching.sampling import KEY, SETTINGS, Sampling, greedy_config
 from ..models.text_config import context_of, text_config_of
 from .fields import Refused
 from .metrics import Metrics
@@ -40,13 +38,12 @@ class Generation:
     Args:
         batching: Pages and batches.
         requests: The open requests.
-        is_sampled: Whether requests may sample. It costs every step a softmax, and `top_p` a sort, of all logits.
+        is_sampled: Whether requests that do not say how they sample do so, as the model's generation config says.
     """
 
     def __init__(self, batching: ContinuousBatchingConfig, requests: OpenRequests, is_sampled: bool = False) -> None:
-        self.requests, self.is_sampled = requests, is_sampled
+        self.requests, self._is_sampled = requests, is_sampled
         self._batching = batching
-        self._settings: frozenset[str] | None = None  # of sampling, that requests may use
         self._vocab_size = 0
         self._own: Any = None  # the model's generation config
         self.manager: Manager
@@ -61,17 +58,9 @@ class Generation:
         """
         model_any: Any = model
         self._own, self._vocab_size = model.generation_config, text_config_of(model).vocab_size
-        batching = copy.copy(self._batching)
-        if self.is_sampled:
-            own = {name for name in SAMPLING if getattr(model.generation_config, name)}
-            self._settings = frozenset({"temperature", "top_p", *own})
-            # Without a seed, transformers draws one from a generator that starts alike in every process.
-            batching.per_request_processors, batching.seed = True, secrets.randbelow(2**32)
-        config = sampling_config(model.generation_config, self._settings)
+        config = greedy_config(model.generation_config)
         config.use_cache = False
-        self.manager = model_any.init_continuous_batching(config, batching)
-        if self.is_sampled:
-            MostLikely.install(self.manager)
+        self.manager = model_any.init_continuous_batching(config, self._batching)
         self.num_positions = context_of(model)
         self.manager.output_router = Router(self.requests)
         self.requests.cancel = self.manager.cancel_request
@@ -186,7 +175,7 @@ class Generation:
         writer: Writer,
         *,
         is_followed: bool,
-        sampling: Mapping[str, float] | None,
+        sampling: Sampling | None,
     ) -> None:
         """Add an answer of a request.
 
@@ -196,7 +185,7 @@ class Generation:
             new_tokens: See the method of this name.
             writer: Makes its text.
             is_followed: See `OpenAnswer`.
-            sampling: Settings by which it is sampled; `None` if it takes the most likely tokens.
+            sampling: How its tokens are chosen; `None` for the most likely ones.
 
         Raises:
             CBWorkerDeadError: The generation thread takes no requests.
@@ -212,24 +201,37 @@ class Generation:
             new_tokens,
             streaming=True,
             eos_token_id=end_tokens or None,
-            **sampling_options(sampling, self._settings, self._vocab_size),
+            **({} if sampling is None else {KEY: sampling}),
         )
         if name is None:
             raise CBWorkerDeadError("the generation thread has ended and takes no requests; restart the server")
 
-    def sampling_of(self, body: Mapping[str, Any]) -> dict[str, float] | None:
-        """The settings by which a request samples; `None` if it takes the most likely tokens.
+    def sampling_of(self, settings: Mapping[str, Any], num_logprobs: int | None) -> Sampling | None:
+        """How a request chooses its tokens; `None` if it takes the most likely ones.
+
+        What it does not say is the model's own. Without a seed, it gets one that nobody knows.
 
         Args:
-            body: Of the request, checked.
+            settings: Fields of `fields.SETTINGS`, checked.
+            num_logprobs: See `Sampling`.
+
+        Raises:
+            Refused: A bias is for a token that the model does not have.
         """
-        if not self.is_sampled or body.get("temperature") == 0:
-            return None
-        if not (body.get("temperature") or body.get("top_p") not in (None, 1) or self._own.do_sample):
-            return None
-        named = {name: body[name] for name in ("temperature", "top_p") if body.get(name) is not None}
-        own = {name: value for name in SAMPLING if (value := getattr(self._own, name, None))}
-        return {**own, **{name: float(value) for name, value in named.items()}}
+        bias = {int(token): float(value) for token, value in settings.get("logit_bias", {}).items() if value}
+        for token in bias:
+            if token >= self._vocab_size:
+                expected = f"for token ids below {self._vocab_size}, as many as the model has"
+                raise Refused(f"`logit_bias` must be {expected}, got {token}.", param="logit_bias")
+        own = {name: value for name in SETTINGS if (value := getattr(self._own, name, None))}
+        named = {name: value for name, value in settings.items() if name != "logit_bias"}
+        narrowed = {"top_p": 1, "top_k": 0, "min_p": 0}
+        is_named = any(named.get(name, neutral) != neutral for name, neutral in narrowed.items())
+        temperature = named.get("temperature", own.get("temperature", 1.0) if self._is_sampled or is_named else 0.0)
+        chosen = {"seed": secrets.randbits(63), **own, **named, "temperature": temperature}
+        sampling = Sampling(**chosen, logit_bias=bias, num_logprobs=num_logprobs)
+        is_plain = not (temperature or sampling.is_penalized or bias) and num_logprobs is None
+        return None if is_plain else sampling
 
     def stop(self) -> None:
         """Stop at once: whoever is left gets an error. Does nothing the second time."""

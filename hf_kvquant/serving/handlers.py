@@ -7,6 +7,7 @@ messages and thoughts of text is used here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from .fields import CHAT, MAX_ANSWERS, Parameters, Refused, parameters_of, promp
 from .forms import END, ChatForm, CompletionForm, Form, Usage, error_body, event
 from .generation import Generation
 from .model import PatchedModels
+from .pieces import Piece
 from .requests import OpenRequest
 from .writing import Writer
 
@@ -45,19 +47,20 @@ class Handler:
             HTTPException: 400 or 404 if the request is wrong, 500 or 503 if it failed.
         """
         request = self._generation.requests.by_id[request_id]
-        asked = parameters_of(body, self._route, self._models.served_name, is_sampled=self._generation.is_sampled)
+        asked = parameters_of(body, self._route, self._models.served_name)
         prompts = self._prompts(body, asked)
         limits = [self._generation.new_tokens(len(prompt), asked.max_new_tokens) for prompt in prompts]
         writers = [self._writer(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
+        sampling = self._generation.sampling_of(asked.settings, asked.num_logprobs)
         for index, writer in enumerate(writers):
-            number = index // asked.num_choices
+            number, choice = divmod(index, asked.num_choices)
             self._generation.submit(
                 request,
                 prompts[number],
                 limits[number],
                 writer,
                 is_followed=asked.is_streamed or bool(asked.stop),
-                sampling=self._generation.sampling_of(body),
+                sampling=sampling and dataclasses.replace(sampling, choice=choice),
             )
         echoes = self._echoes(body, asked)
         kind: type[Form] = ChatForm if self._route == CHAT else CompletionForm
@@ -104,7 +107,7 @@ class Handler:
         tokenizer, parser = self._models.tokenizer, None
         if self._route == CHAT:
             parser = build_response_parser(tokenizer, self._models.model, prompt)
-        return Writer(tokenizer, asked.stop, parser)
+        return Writer(tokenizer, asked.stop, parser, has_logprobs=asked.num_logprobs is not None)
 
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""
@@ -115,31 +118,23 @@ class Handler:
         return [text for text in texts for _ in range(asked.num_choices)]
 
     async def _whole(self, request: OpenRequest, form: Form, echoes: list[str], num_prompt: int) -> dict[str, Any]:
-        texts: list[list[str]] = [[] for _ in request.answers]
-        reasons = [""] * len(texts)
+        whole = [Piece(index, []) for index in range(len(request.answers))]
         for index, echo in enumerate(echoes):
-            texts[index].append(echo)
+            whole[index].texts.append(echo)
         while (piece := await request.news.get()) is not None:
-            texts[piece.index] += piece.texts
-            reasons[piece.index] = piece.reason or ""
+            whole[piece.index].add(piece)
         if request.error is not None:
             raise HTTPException(self._status(request), request.error)
-        choices = [form.choice(index, *each) for index, each in enumerate(zip(texts, reasons, strict=True))]
-        return form.whole(choices, Usage(num_prompt, _num_new(request)))
+        return form.whole([form.choice(piece) for piece in whole], Usage(num_prompt, _num_new(request)))
 
     async def _events(
         self, request: OpenRequest, form: Form, echoes: list[str], num_prompt: int | None
     ) -> AsyncIterator[str]:
         """Server-sent events. `num_prompt` is for a stream that ends with numbers of tokens."""
-        yield form.opening(len(request.answers)) + "".join(
-            form.chunk([form.delta(index, echo)]) for index, echo in enumerate(echoes)
-        )
+        begin = [Piece(index, [echo]) for index, echo in enumerate(echoes)]
+        yield form.opening(len(request.answers)) + "".join(map(form.chunks, begin))
         while (piece := await request.news.get()) is not None:
-            deltas = [form.delta(piece.index, text) for text in piece.texts]
-            if piece.reason is not None:
-                deltas.append(form.delta(piece.index, "", piece.reason))
-            if deltas:
-                yield "".join(form.chunk([delta]) for delta in deltas)
+            yield form.chunks(piece)
         if request.error is not None:
             yield event(error_body(self._status(request), request.error))
             return

@@ -13,29 +13,16 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .metrics import Metrics
+from .pieces import Piece
 from .writing import Writer
 
 SHUT_DOWN = "the server shut down before the answer was complete"
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """What is new of an answer.
-
-    Attributes:
-        index: Of the answer, among those of its request.
-        texts: See `Writer.write`.
-        reason: Why the answer has ended; `None` if it goes on.
-    """
-
-    index: int
-    texts: list[str]
-    reason: str | None = None
 
 
 @dataclasses.dataclass
@@ -186,18 +173,22 @@ class OpenRequests:
             self.answers.pop(answer.answer_id, None)
 
     def _write(self, answer: OpenAnswer, output: GenerationOutput) -> None:
-        writer, request = answer.writer, answer.request
-        texts = writer.write(output.generated_tokens[writer.num_tokens :])
+        writer, begin = answer.writer, answer.writer.num_tokens
+        logprobs: Any = output.logprobs  # what `batching.sampling.reports` makes of a token, not a number
+        texts = writer.write(output.generated_tokens[begin:], logprobs[begin:])
         if not (writer.is_stopped or output.is_finished()):
-            request.news.put_nowait(Piece(answer.index, texts))
+            if texts:
+                answer.request.news.put_nowait(Piece(answer.index, texts, writer.taken_logprobs()))
             return
         answer.is_over = True
         if not output.is_finished():
             self.cancel(answer.answer_id)
         is_ended = writer.is_stopped or output.generated_tokens[-1] in answer.end_tokens
-        request.news.put_nowait(Piece(answer.index, texts + writer.finish(), "stop" if is_ended else "length"))
-        if request.num_open == 0:
-            self._end(request, "finished")
+        texts += writer.finish()
+        piece = Piece(answer.index, texts, writer.taken_logprobs(), "stop" if is_ended else "length")
+        answer.request.news.put_nowait(piece)
+        if answer.request.num_open == 0:
+            self._end(answer.request, "finished")
 
     def _fail(self, request: OpenRequest, outcome: str, error: str) -> None:
         self._cancel_answers(request)

@@ -13,6 +13,9 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from transformers.cli.serving.utils import response_events_to_chunks
 
+from ..batching.sampling import TokenLogprobs
+from .pieces import Logprob
+
 
 class StopStrings:
     """Finds the first of several texts in a text that comes in pieces.
@@ -60,41 +63,52 @@ class Writer:
         tokenizer: A fast one of transformers.
         stop: Texts that end the answer, and are not part of it.
         parser: transformers' `ResponseParser`; `None` for plain text.
+        has_logprobs: Whether tokens come with logarithms of probabilities.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), parser: Any = None) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), parser: Any = None, *, has_logprobs: bool = False
+    ) -> None:
         self._tokenizer, self._parser = tokenizer, parser
         # The parser looks for special tokens.
         self._skips_special = parser is None
         self._stream = DecodeStream([], skip_special_tokens=self._skips_special)
         self._stops = StopStrings(stop)
         self._tokens: list[int] = []
-        self._num_decoded = 0  # characters
+        self._num_decoded = self._num_passed = 0  # characters
+        # Of tokens whose text may still be part of a stop string, which is not part of the answer.
+        self._logprobs: list[Logprob] | None = [] if has_logprobs else None
 
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string has come."""
         return self._stops.is_found
 
-    def write(self, tokens: Sequence[int]) -> list[str]:
-        """New text: `ReasoningText` of transformers for thoughts, else a `str`.
-
-        Tokens after the one that completes a stop string are left out.
-        """
-        text = ""
-        for token in tokens:
-            if self.is_stopped:
-                break
-            self._tokens.append(token)
-            decoded = self._stream.step(self._tokenizer._tokenizer, token) or ""
-            self._num_decoded += len(decoded)
-            text += self._stops.passed(decoded)
-        return self._parsed(text)
-
     @property
     def num_tokens(self) -> int:
         """Tokens that were written."""
         return len(self._tokens)
+
+    def write(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[str]:
+        """New text: `ReasoningText` of transformers for thoughts, else a `str`.
+
+        Tokens after the one that completes a stop string are left out.
+
+        Args:
+            tokens: New ones.
+            logprobs: Theirs, if there are any.
+        """
+        text = ""
+        for index, token in enumerate(tokens):
+            if self.is_stopped:
+                break
+            self._tokens.append(token)
+            if self._logprobs is not None:
+                self._logprobs.append(self._logprob(token, logprobs[index]))
+            decoded = self._stream.step(self._tokenizer._tokenizer, token) or ""
+            self._num_decoded += len(decoded)
+            text += self._stops.passed(decoded)
+        return self._parsed(text)
 
     def finish(self) -> list[str]:
         """What was held back: a character without its last bytes, and what might have become a stop string."""
@@ -103,6 +117,8 @@ class Writer:
             whole = self._tokenizer.decode(self._tokens, skip_special_tokens=self._skips_special)
             text = self._stops.passed(whole[self._num_decoded :]) + self._stops.rest()
         pieces = self._parsed(text)
+        if not self.is_stopped:
+            self._num_passed += 1  # past the tokens at the end that have no text, such as the end token
         if self._parser is not None:
             try:
                 pieces += response_events_to_chunks(self._parser.finalize()[1])
@@ -110,7 +126,27 @@ class Writer:
                 pass  # the answer ends within a structured part, whose text has not been written
         return pieces
 
+    def taken_logprobs(self) -> list[Logprob] | None:
+        """Those of tokens whose text has been passed on since the last time; `None` if there are none to come."""
+        if self._logprobs is None:
+            return None
+        end = self._num_passed
+        taken = [each for each in self._logprobs if each.begin < end]
+        self._logprobs = self._logprobs[len(taken) :]
+        return taken
+
+    def _logprob(self, token: int, found: TokenLogprobs) -> Logprob:
+        top = [(self._text_of(each), value) for each, value in found.top]
+        return Logprob(self._text_of(token), found.logprob, top, self._num_decoded)
+
+    def _text_of(self, token: int) -> str:
+        """Of one token alone. Some tokenizers leave out the space before the first one, so another goes before it."""
+        decode = self._tokenizer.decode
+        before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        return str(decode([*before, token])[len(decode(before)) :])
+
     def _parsed(self, text: str) -> list[str]:
+        self._num_passed += len(text)
         if self._parser is None:
             return [text] if text else []
         return response_events_to_chunks(self._parser.feed(text)) if text else []

@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     add("--attn-implementation", metavar="NAME", help="attention of prompts (default: the model's)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     arguments.add_batching(parser)
-    add("--sample", action="store_true", help="serve temperature and top_p; without, every answer is greedy")
+    add("--sample", action="store_true", help="sample requests that do not say; without, these are greedy")
     waiting = "requests that may wait; more are answered with 429 (default: 1024)"
     add("--max-waiting", type=int, default=1024, metavar="N", help=waiting)
     stop = "after a signal, time for running requests to finish (default: 30)"
