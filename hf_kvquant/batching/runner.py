@@ -95,7 +95,12 @@ class _Borrowed:
     """
 
     def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
         self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+
+    def tensor(self) -> Tensor:
+        """A tensor of this memory."""
+        return torch.as_tensor(self, device=self._device)
 
 
 class Runner(ModelRunner):
@@ -171,7 +176,7 @@ class Runner(ModelRunner):
             name, reason = type(args[0]).__name__, error.__context__ or error
             logger.warning("continuous batching captures no step of %s. Correct, slower. Reason: %s", name, reason)
         else:
-            setattr(graph, SCORES, torch.as_tensor(self._captured))
+            setattr(graph, SCORES, self._captured.tensor())
             self.inputs_and_outputs.set_graph(graph)
 
     def forget_graphs(self) -> None:
