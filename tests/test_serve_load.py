@@ -241,6 +241,27 @@ def test_a_request_that_the_manager_drops_is_answered(running: Running, monkeypa
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+async def with_fields(client: httpx2.AsyncClient, prompt: str, draw: random.Random) -> int:
+    """Ask with some of the fields that change an answer. Returns the status."""
+    fields: dict[str, Any] = {
+        "n": 2,
+        "stop": ["a", "b c"],
+        "temperature": 1.2,
+        "top_p": 0.9,
+        "seed": draw.randint(0, 9),
+        "logprobs": 3,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 2},
+        "stream": True,
+        "prompt": [prompt, prompt[:50], [5, 6, 7]],
+    }
+    chosen = {name: fields[name] for name in draw.sample(sorted(fields), 4)}
+    response = await client.post(COMPLETION, json={"prompt": prompt, "max_tokens": draw.randint(1, 6), **chosen})
+    assert '"error"' not in response.text, response.text
+    return response.status_code
+
+
 def mixed_load(running: Running, requests: int, seed: int) -> None:
     """Requests of all kinds, 32 at a time: streams, answers in one piece, mistakes, and clients that vanish."""
     draw = random.Random(seed)
@@ -251,6 +272,8 @@ def mixed_load(running: Running, requests: int, seed: int) -> None:
             assert (await complete(client, "x" * 3000, 2000))[0] == 400
         elif kind < 0.1:
             await vanish(running, prompt, stream=True)
+        elif kind < 0.3:
+            assert await with_fields(client, prompt, draw) == 200
         else:
             length = draw.randint(1, 6)
             assert await complete(client, prompt, length, stream=kind < 0.5) == (200, length)

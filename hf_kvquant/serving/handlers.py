@@ -8,6 +8,7 @@ messages and thoughts of text is used here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -39,6 +40,7 @@ class Handler:
 
     def __init__(self, models: PatchedModels, generation: Generation, route: str) -> None:
         self._models, self._generation, self._route = models, generation, route
+        self._text_of = functools.lru_cache(2**16)(models.text_of)
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request that the front door has let in.
@@ -107,7 +109,7 @@ class Handler:
         tokenizer, parser = self._models.tokenizer, None
         if self._route == CHAT:
             parser = build_response_parser(tokenizer, self._models.model, prompt)
-        return Writer(tokenizer, asked.stop, parser, has_logprobs=asked.num_logprobs is not None)
+        return Writer(tokenizer, asked.stop, parser, None if asked.num_logprobs is None else self._text_of)
 
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""

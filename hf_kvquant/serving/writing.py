@@ -7,7 +7,7 @@ stop string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -63,11 +63,15 @@ class Writer:
         tokenizer: A fast one of transformers.
         stop: Texts that end the answer, and are not part of it.
         parser: transformers' `ResponseParser`; `None` for plain text.
-        has_logprobs: Whether tokens come with logarithms of probabilities.
+        text_of: The text of one token, if tokens come with logarithms of probabilities.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), parser: Any = None, *, has_logprobs: bool = False
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        parser: Any = None,
+        text_of: Callable[[int], str] | None = None,
     ) -> None:
         self._tokenizer, self._parser = tokenizer, parser
         # The parser looks for special tokens.
@@ -77,7 +81,8 @@ class Writer:
         self._tokens: list[int] = []
         self._num_decoded = self._num_passed = 0  # characters
         # Of tokens whose text may still be part of a stop string, which is not part of the answer.
-        self._logprobs: list[Logprob] | None = [] if has_logprobs else None
+        self._logprobs: list[Logprob] = []
+        self._text_of = text_of
 
     @property
     def is_stopped(self) -> bool:
@@ -103,8 +108,10 @@ class Writer:
             if self.is_stopped:
                 break
             self._tokens.append(token)
-            if self._logprobs is not None:
-                self._logprobs.append(self._logprob(token, logprobs[index]))
+            if self._text_of is not None:
+                found = logprobs[index]
+                top = [(self._text_of(each), value) for each, value in found.top]
+                self._logprobs.append(Logprob(self._text_of(token), found.logprob, top, self._num_decoded))
             decoded = self._stream.step(self._tokenizer._tokenizer, token) or ""
             self._num_decoded += len(decoded)
             text += self._stops.passed(decoded)
@@ -128,22 +135,12 @@ class Writer:
 
     def taken_logprobs(self) -> list[Logprob] | None:
         """Those of tokens whose text has been passed on since the last time; `None` if there are none to come."""
-        if self._logprobs is None:
+        if self._text_of is None:
             return None
         end = self._num_passed
         taken = [each for each in self._logprobs if each.begin < end]
         self._logprobs = self._logprobs[len(taken) :]
         return taken
-
-    def _logprob(self, token: int, found: TokenLogprobs) -> Logprob:
-        top = [(self._text_of(each), value) for each, value in found.top]
-        return Logprob(self._text_of(token), found.logprob, top, self._num_decoded)
-
-    def _text_of(self, token: int) -> str:
-        """Of one token alone. Some tokenizers leave out the space before the first one, so another goes before it."""
-        decode = self._tokenizer.decode
-        before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        return str(decode([*before, token])[len(decode(before)) :])
 
     def _parsed(self, text: str) -> list[str]:
         self._num_passed += len(text)
