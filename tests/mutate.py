@@ -527,15 +527,15 @@ MUTATIONS = [
             "sampling serve_fields",
         ),
         (
-            "each.temperature > 0 and each.is_truncated == is_truncated",
-            "each.temperature > 0 and is_truncated",
-            "what a seed draws depends on the company",
+            "samplings[row].draw(states[row].position_offset)",
+            "samplings[row].draw(0)",
+            "every token of a request is drawn by the same number",
             "sampling",
         ),
         (
-            "reached = mass.cumsum(-1, dtype=torch.float64)",
-            "reached = mass.cumsum(-1).double()",
-            "the tail of a large vocabulary is lost",
+            "for is_truncated in (False, True):",
+            "for is_truncated in (False,):",
+            "requests with top_k and top_p take the most likely token",
             "sampling",
         ),
         (

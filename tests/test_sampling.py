@@ -97,6 +97,20 @@ def test_equal_tokens_are_left_in_their_order(device: str) -> None:
     assert set(tokens_of(scores, states)) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1e9])
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_extreme_temperatures(temperature: float, top_k: int, device: str) -> None:
+    """A tiny one leaves the most likely token, a huge one makes all of them alike. Some are forbidden."""
+    scores = scores_of(1, device)
+    best = int(scores.argmax())
+    scores[0, (best + 1) % VOCAB :: 2] = -torch.inf
+    scores[0, best] = 9.0
+    states = [state_of(Sampling(temperature=temperature, top_k=top_k), position) for position in range(300)]
+    found = set(tokens_of(scores.expand(300, -1), states))
+    assert found == {best} if temperature < 1 else len(found) > 5
+    assert all(scores[0, token].isfinite() for token in found)
+
+
 def test_company_changes_nothing(device: str) -> None:
     """Also company that sorts, that is penalised, that is greedy, and that fills several portions."""
     chosen: list[Sampling | None] = [

@@ -237,7 +237,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
             {"prompt": "a", "presence_penalty": 3},
             "`presence_penalty` must be a number from -2 to 2",
         ),
-        (COMPLETION, {"prompt": "a", "repetition_penalty": 0}, "`repetition_penalty` must be a number above 0, got 0."),
+        (COMPLETION, {"prompt": "a", "repetition_penalty": 0}, "`repetition_penalty` must be a number from 0.01 "),
         (COMPLETION, {"prompt": "a", "logit_bias": {"x": 1}}, "`logit_bias` must be up to 1024 token ids with numbers"),
         (COMPLETION, {"prompt": "a", "logit_bias": {"9000": 1}}, "`logit_bias` must be for token ids below 8192, as "),
         (

@@ -265,7 +265,7 @@ def test_penalties_and_biases(running: Running, folder: str) -> None:
         assert text_of(running, "abc", logit_bias={str(token): 100}, **{name: 0}) == "q" * LENGTH
     other = text_of(running, "abc", frequency_penalty=2, logit_bias={str(token): 4})
     assert other.count("q") < LENGTH
-    assert text_of(running, "abc", repetition_penalty=1000.0) != text_of(running, "abc")
+    assert text_of(running, "abc", repetition_penalty=100) != text_of(running, "abc")
 
 
 def test_log_probabilities_of_a_completion(client: openai.OpenAI, running: Running) -> None:

@@ -27,6 +27,7 @@ KEY = "sampling"  # of a `Sampling`, among the arguments of the manager's `add_r
 # Of a generation config, what says how tokens are drawn.
 SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 _NOT_SERVED = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+_LEAST_TEMPERATURE = 1e-30  # float32 has no smaller ones by which everything can be divided
 # Logits in work at once, which take some 40 bytes each.
 _MAX_ELEMENTS = 2**24
 
@@ -223,7 +224,9 @@ def _drawn(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[float]
         for each, draw in zip(samplings, draws, strict=True)
     ]
     temperature, top_p, top_k, min_p, draw = _sent(values, torch.float64, logits.device).T.unsqueeze(-1)
-    scaled, order = logits / temperature.float(), None
+    # Finite for each temperature: the largest logit is 0, and its share is not lost.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.float().clamp(min=_LEAST_TEMPERATURE)
+    order = None
     if is_truncated:
         # Equal logits stay in the order of their tokens.
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)

@@ -133,7 +133,7 @@ FIELDS: dict[str, Field] = {
     "seed": Field("an integer of 64 bits", lambda value: _is_integer(value, -(2**63), 2**63 - 1)),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "repetition_penalty": Field("a number above 0", lambda value: _is_number(value, 0) and value > 0),
+    "repetition_penalty": Field("a number from 0.01 to 100", lambda value: _is_number(value, 0.01, 100)),
     "logit_bias": Field(f"up to {MAX_BIASES} token ids with numbers from -{MAX_BIAS} to {MAX_BIAS}", _is_biases),
     "logprobs": Field(
         f"true or false in a chat, an integer from 0 to {MAX_LOGPROBS} in a completion",
