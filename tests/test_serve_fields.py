@@ -26,12 +26,14 @@ if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
 from servers import Running, serving
+from transformers.utils.chat_parsing import ResponseParser
 from waiting import until
 
+from hf_kvquant.serving import handlers
 from hf_kvquant.serving.fields import BOTH, CHAT, COMPLETION, FIELDS
 from hf_kvquant.serving.forms import ChatForm
 from hf_kvquant.serving.pieces import Logprob, Piece
-from hf_kvquant.serving.writing import StopStrings
+from hf_kvquant.serving.writing import StopStrings, Writer
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["The village", "abc", "x"]
@@ -128,6 +130,63 @@ def test_no_part_of_a_stop_string_is_passed_on(pieces: list[str], stop: str) -> 
         assert text.partition(stop)[0].startswith(passed)
     assert passed + finder.rest() == text.partition(stop)[0]
     assert finder.is_found == (stop in text)
+
+
+# --- thoughts ---------------------------------------------------------------------------------------------------------
+
+THINKING: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant: ",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True},
+        "content": {"close": "<end>", "content": "text"},
+    },
+}
+
+
+def written(texts: list[str]) -> dict[str, Any]:
+    message: dict[str, Any] = ChatForm("id", NAME).choice(Piece(0, texts, None, "stop"))["message"]
+    return {name: value for name, value in message.items() if name in ("content", "reasoning_content")}
+
+
+@pytest.mark.parametrize(
+    "text, stop, message",
+    [
+        ("<think>so\n</think>\n\nit is", (), {"content": "it is", "reasoning_content": "so"}),
+        ("<think>so</think>it is", ("t i",), {"content": "i", "reasoning_content": "so"}),
+        ("<think>so", (), {"content": "", "reasoning_content": "so"}),
+        (" it is", (), {"content": " it is"}),
+    ],
+)
+def test_thoughts_are_told_from_the_answer(folder: str, text: str, stop: tuple[str, ...], message: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    writer = Writer(tokenizer, stop, ResponseParser(THINKING, prefix="assistant: "))
+    texts = writer.write(tokenizer(text, add_special_tokens=False).input_ids)
+    assert written(texts + writer.finish()) == message
+
+
+def test_an_answer_that_begins_with_thoughts(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template of chats has opened them: here, by its word for the assistant."""
+    body = {**BODIES[CHAT], "max_tokens": LENGTH}
+    text = running.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+    thoughts = {**THINKING["fields"]["reasoning_content"], "open": "<assistant>"}
+    template = {**THINKING, "start_anchor": "<user>", "fields": {**THINKING["fields"], "reasoning_content": thoughts}}
+    monkeypatch.setattr(handlers, "get_response_template", lambda *args: template)
+    found = running.http.post(CHAT, json=body).json()["choices"][0]["message"]
+    assert (found["content"], found["reasoning_content"]) == ("", text.strip())
+    deltas = [event["choices"][0]["delta"] for event in events_of(running, CHAT, **body)]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == text
+    assert all(not delta.get("content") for delta in deltas)
+
+
+def test_what_looks_like_a_call_of_a_tool_stays_text(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {**BODIES[CHAT], "max_tokens": LENGTH}
+    text = running.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+    calls = {**THINKING["fields"]["tool_calls"], "open": text[3]}
+    template = {**THINKING, "fields": {**THINKING["fields"], "tool_calls": calls}}
+    monkeypatch.setattr(handlers, "get_response_template", lambda *args: template)
+    assert running.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"] == text
 
 
 # --- several answers --------------------------------------------------------------------------------------------------

@@ -111,7 +111,9 @@ class ChatForm(Form):
         thoughts = "".join(text for text in texts if isinstance(text, ReasoningText))
         content = "".join(text for text in texts if not isinstance(text, ReasoningText))
         message = {"role": "assistant", "content": content, "refusal": None}
-        return {"message": message | ({"reasoning_content": thoughts} if thoughts else {})}
+        if thoughts:  # the lines between them and the answer belong to neither
+            message |= {"content": content.strip(), "reasoning_content": thoughts.strip()}
+        return {"message": message}
 
     def delta(self, text: str) -> dict[str, Any]:
         """See `Form`."""

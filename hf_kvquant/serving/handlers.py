@@ -14,11 +14,8 @@ from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
-from transformers.cli.serving.utils import (
-    BaseHandler,
-    Modality,
-    build_response_parser,
-)
+from transformers.cli.serving.utils import BaseHandler, Modality, get_response_template
+from transformers.utils.chat_parsing import ResponseParser
 
 from .fields import CHAT, MAX_ANSWERS, Parameters, Refused, parameters_of, prompts_of
 from .forms import END, ChatForm, CompletionForm, Form, Usage, error_body, event
@@ -106,10 +103,17 @@ class Handler:
         return prompt
 
     def _writer(self, prompt: list[int], asked: Parameters) -> Writer:
-        tokenizer, parser = self._models.tokenizer, None
-        if self._route == CHAT:
-            parser = build_response_parser(tokenizer, self._models.model, prompt)
-        return Writer(tokenizer, asked.stop, parser, None if asked.num_logprobs is None else self._text_of)
+        parser = self._parser(prompt) if self._route == CHAT else None
+        text_of = None if asked.num_logprobs is None else self._text_of
+        return Writer(self._models.tokenizer, asked.stop, parser, text_of)
+
+    def _parser(self, prompt: list[int]) -> ResponseParser | None:
+        """What tells thoughts from the answer, if the model has any. Tools are not served: calls of them stay text."""
+        template = get_response_template(self._models.tokenizer, self._models.model)
+        if template is None:
+            return None
+        fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
+        return ResponseParser({**template, "fields": fields}, prefix=self._models.tokenizer.decode(prompt))
 
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""
