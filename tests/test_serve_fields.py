@@ -104,6 +104,17 @@ def test_a_stop_string_ends_an_answer(running: Running, stream: bool) -> None:
     assert running.metrics()["output_tokens_total"] - before < 1000
 
 
+def test_an_answer_that_has_stopped_takes_no_more_steps(running: Running) -> None:
+    """Though another answer of its request goes on."""
+    stop = text_of(running, PROMPTS[0])[9:13]
+    long = {"prompt": PROMPTS[1], "max_tokens": 300}
+    assert stop not in running.complete(**long).json()["choices"][0]["text"]
+    before = running.metrics()["output_tokens_total"]
+    found = running.complete(**{**long, "prompt": PROMPTS[:2]}, stop=stop).json()
+    assert [choice["finish_reason"] for choice in found["choices"]] == ["stop", "length"]
+    assert running.metrics()["output_tokens_total"] - before < 400
+
+
 def test_a_stop_string_in_a_chat(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": PROMPTS[0]}]
     options: Any = {"model": NAME, "messages": messages, "max_completion_tokens": LENGTH}
