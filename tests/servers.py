@@ -107,14 +107,18 @@ def serving(
     max_waiting: int = 1024,
     shutdown_timeout: float = 5,
     is_sampled: bool = False,
+    api_key: str | None = None,
+    served_name: str | None = None,
+    chat_template: str | None = None,
     **batching: Any,
 ) -> Iterator[Running]:
     """Serve a model on a free port. At the end no page may be taken."""
     set_log_level("warning")
     config = KVQuantConfig.from_preset(preset)
-    models = PatchedModels(folder, config, lambda model: None, device=DEVICE, dtype="float32")
+    names = {"served_name": served_name, "chat_template": chat_template}
+    models = PatchedModels(folder, config, lambda model: None, **names, device=DEVICE, dtype="float32")
     settings = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 16, "max_batch_tokens": 512, **batching})
-    app = start(models, settings, max_waiting=max_waiting, is_sampled=is_sampled)
+    app = start(models, settings, max_waiting=max_waiting, is_sampled=is_sampled, api_key=api_key)
     server = Server(app, shutdown_timeout=shutdown_timeout)
     with bind("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -31,6 +31,7 @@ if HAS_PAGES:
     from hf_kvquant.batching import manager as manager_module
     from hf_kvquant.batching import runner
     from hf_kvquant.batching.runner import max_blocks_of, settle_graphs
+    from hf_kvquant.batching.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
@@ -1305,3 +1306,52 @@ def test_a_request_ends_at_its_end_token() -> None:
         tokens = alone(model, [5, 6, 7])
         outputs = model.generate_batch([[5, 6, 7]], generation(10, eos_token_id=tokens[3]), settings())
     assert [output.generated_tokens for output in outputs.values()] == [tokens[: tokens.index(tokens[3]) + 1]]
+
+
+# --- requests that choose their tokens by settings of their own -------------------------------------------------------
+
+
+def choices(model: Any, prompts: list[list[int]], chosen: list[Any], **options: Any) -> list[tuple[list[int], Any]]:
+    """Tokens and reports of requests. Those of `None` take the most likely tokens."""
+    with managed(model, 12, **options) as manager:
+        manager.start()
+        names = [
+            manager.add_request(prompt, **({} if each is None else {"sampling": each}))
+            for prompt, each in zip(prompts, chosen, strict=True)
+        ]
+        results = {result.request_id: result for result in (next_result(manager) for _ in names)}
+        assert [result.error for result in results.values()] == [None] * len(names)
+        return [(results[name].generated_tokens, results[name].logprobs) for name in names]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_async_batching": False}, {"use_cuda_graph": False}], ids=str)
+def test_requests_that_sample_share_steps_with_others(device: str, options: dict[str, Any]) -> None:
+    """Captured and not: greedy requests keep their tokens, and the others get those that they get alone."""
+    if device == "cpu" and options:
+        pytest.skip("without a GPU, all of these are the same")
+    model = models.on(device, long_llama())
+    chosen = [
+        None,
+        Sampling(temperature=1.5, seed=1),
+        Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=2),
+        Sampling(frequency_penalty=1.0, repetition_penalty=1.2),
+        Sampling(temperature=1.0, logit_bias={7: 2.0}, seed=3, num_logprobs=2),
+    ]
+    with patched(model, "none"):
+        found = choices(model, PROMPTS, chosen, **options)
+        assert found[0][0] == alone(model, PROMPTS[0], 12)
+        for prompt, each, (tokens, reports) in zip(PROMPTS, chosen, found, strict=True):
+            ((expected, expected_reports),) = choices(model, [prompt], [each], use_cuda_graph=False)
+            assert tokens == expected
+            assert len(reports) == len(expected_reports) == (12 if each and each.num_logprobs else 0)
+            for report, other in zip(reports, expected_reports, strict=True):
+                assert report.logprob == pytest.approx(other.logprob, abs=1e-3)
+                assert [token for token, _ in report.top] == [token for token, _ in other.top]
+
+
+def test_a_setting_of_the_wrong_type_is_refused() -> None:
+    model = long_llama()
+    with patched(model, "int8"), managed(model) as manager:
+        manager.start()
+        manager.add_request(PROMPTS[0], sampling=3)
+        assert "logit_processor_kwargs['sampling'] has type int, expected Sampling" in str(next_result(manager).error)

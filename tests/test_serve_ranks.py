@@ -76,6 +76,10 @@ def test_ranks_answer_together_and_end_together(launched: tuple[subprocess.Popen
         answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == expected
+    # Each rank draws for itself. If they differed, their caches would, and the second answer with them.
+    sampled = {**body, "temperature": 1.0, "top_p": 0.95, "frequency_penalty": 0.5, "seed": 3, "logprobs": 1}
+    answers = [httpx2.post(f"{url}/v1/completions", json=sampled, timeout=PATIENCE).json() for _ in range(2)]
+    assert answers[0]["choices"] == answers[1]["choices"] and answers[0]["choices"][0]["text"] != expected
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=PATIENCE)
     assert "Stopping: 0 requests" in said and "forcefully exiting" not in said

@@ -49,7 +49,7 @@ def test_those_that_are_left_at_the_end_are_told(folder: str) -> None:
         running.server.should_exit = True
         streamed, whole = (answer.result() for answer in answers)
         told = "the server shut down before the answer was complete"
-        assert json.loads(streamed.text.rstrip().rpartition("data: ")[2]) == {"error": told}
+        assert json.loads(streamed.text.rstrip().rpartition("data: ")[2])["error"]["message"] == told
         assert whole.status_code == 503 and whole.json()["error"]["message"] == told
         running.thread.join(PATIENCE)
         assert running.app.requests.metrics.outcomes["cancelled"]._value.get() == 2
@@ -83,7 +83,7 @@ STOPPING = f"Stopping: 1 requests have {PATIENCE} seconds. Signal again to end n
 
 def test_a_signal_lets_running_requests_finish(command: tuple[Program, str]) -> None:
     program, url = command
-    body = {"prompt": "a", "max_tokens": 200, "stream": True}
+    body = {"prompt": "a", "max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}
     with httpx2.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE) as response:
         pieces = response.iter_lines()
         next(pieces)
@@ -148,6 +148,9 @@ def test_the_page_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
         (["--cb-max-memory-percent", "90"], "`--cb-max-memory-percent` must be above 0 and at most 1, got 90.0."),
         (["--cb-use-cuda-graph"], "`--preset int8` does not serve "),
         (["--max-waiting", "0"], "`--max-waiting` must be at least 1, got 0."),
+        (["--api-key", ""], "`--api-key` must have a character, got none. Leave it out for the default."),
+        (["--served-model-name", ""], "`--served-model-name` must have a character, got none."),
+        (["--chat-template", "absent.jinja"], "`--chat-template` must be a text file, got absent.jinja: No such file"),
         (["--shutdown-timeout", "-1"], "`--shutdown-timeout` must be at least 0 seconds, got -1.0."),
         (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),
         (["--host", "192.0.2.1"], "`--host` and `--port` must be a free address of this machine, got 192.0.2.1 and 0"),
@@ -202,6 +205,17 @@ def test_a_preset_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "./absent"]) == 2
     assert "`MODEL` must be a folder with a transformers model or a hub id" in capsys.readouterr().err
+
+
+def test_a_chat_template_that_is_none(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "template.jinja"
+    for text, message in (
+        ("\n{% for message in %}", f"must be a Jinja template, got {file}: line 2, Expected an expression"),
+        (" ", f"{file} must hold text, got nothing but white space. Write a Jinja template into it."),
+    ):
+        file.write_text(text, encoding="utf-8")
+        assert cli.main(["serve", folder, "--port", "0", "--device", "cpu", "--chat-template", str(file)]) == 2
+        assert capsys.readouterr().err.startswith(f"hf-kvquant: error: serve: `--chat-template` {message}")
 
 
 def test_a_port_that_is_taken(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer
 from .runner import Runner, max_blocks_of, settle_graphs
+from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
 from .support import WHERE, check_served, pages_of
 
@@ -62,6 +63,9 @@ class Processor(ContinuousBatchProcessor):
         # process in which a capture has failed before (torch 2.11). A Runner has no attributes of its own.
         self.model_runner.__class__ = Runner
         scheduler: Any = self.scheduler
+        io: Any = self.inputs_and_outputs
+        self._taken = io.prepare_batch_update
+        io.prepare_batch_update = self._taken_with_logprobs
         self._add_waiting = scheduler.add_waiting_request
         scheduler.add_waiting_request = self._add_if_it_fits
         self._wait_for_device()
@@ -88,6 +92,12 @@ class Processor(ContinuousBatchProcessor):
             self._has_looked = True
         check_end_tokens(self._generation_config, state._eos_token_ids)
         self._add_waiting(state)
+
+    def _taken_with_logprobs(self) -> tuple[Any, Any, Any]:
+        """Requests, new tokens and their reports, of those that want one."""
+        requests, tokens, logprobs = self._taken()
+        found = reports(each.state for each in requests if each.has_new_token)
+        return requests, tokens, logprobs if found is None else found
 
     def look_at_model(self, *, is_suspect: bool = False) -> None:
         """Forget what does not fit the model any more. Called by the thread of the loop, or while that is paused.
@@ -212,6 +222,7 @@ class Manager(ContinuousBatchingManager):
             raise
         # transformers resolves it to 0 for every attention but that of the flash-attention package.
         self.continuous_batching_config.max_blocks_per_request = max_blocks_of(model, resolved, workload_hints)
+        self.logit_processor.supported_keys[KEY] = Sampling
         notes_on(model).manager = weakref.ref(self)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:

@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.cache_allocators import FULL_AT
 from transformers.generation.continuous_batching.initialization import resolve_using_hints
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import FutureRequestState
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 from transformers.generation.continuous_batching.utils import (
     WorkloadHints,
     memory_pool_context,
@@ -34,6 +34,7 @@ from ..graphs.fusion import fused
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of
 from .cache import PagedCache
+from .sampling import choose, sampling_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ DEFAULT_POSITIONS = 2**17
 # Numbers of tokens with prompts, and of requests without, that steps are padded to multiples of.
 TOKEN_INTERVAL = 256
 REQUEST_INTERVAL = 64
+SCORES = "_hf_kvquant_scores"  # of a captured step: the attribute that has its logits
 
 
 def settle_graphs(batching: ContinuousBatchingConfig, device: torch.device, *, can_capture: bool = True) -> None:
@@ -83,6 +85,22 @@ def past_of(request: FutureRequestState) -> int:
     """Tokens that the cache holds of a request before the step that it is prepared for."""
     past: int = request.state.position_offset - request.query_length
     return past
+
+
+class _Borrowed:
+    """The memory of a tensor of a captured step, which every replay writes, without a claim to it.
+
+    Graphs share a memory pool. A tensor that is kept would take its memory from all others: gigabytes for the logits of
+    all sizes of steps. It may be read until the next replay, on the same stream.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+
+    def tensor(self) -> Tensor:
+        """A tensor of this memory."""
+        return torch.as_tensor(self, device=self._device)
 
 
 class Runner(ModelRunner):
@@ -158,6 +176,7 @@ class Runner(ModelRunner):
             name, reason = type(args[0]).__name__, error.__context__ or error
             logger.warning("continuous batching captures no step of %s. Correct, slower. Reason: %s", name, reason)
         else:
+            setattr(graph, SCORES, self._captured.tensor())
             self.inputs_and_outputs.set_graph(graph)
 
     def forget_graphs(self) -> None:
@@ -177,7 +196,30 @@ class Runner(ModelRunner):
             self.cache.allocator.sinks.stream = io.compute_stream
         if io.compute_stream is not None and not isinstance(io, ContinuousBatchingAsyncIOs):
             io.compute_stream.wait_stream(torch.cuda.current_stream(io.compute_stream.device))
+        graph = self._graph_to_follow()
         super().compute_batch(model, batch_data)
+        if graph is not None:
+            with stream_context(io.compute_stream):
+                choose(getattr(graph, SCORES), io.output_ids[0], self._choosing())
+
+    def _graph_to_follow(self) -> Any:
+        """The captured step that comes next if some of its requests choose their tokens after it; else `None`."""
+        io: Any = self.inputs_and_outputs
+        if not any(sampling_of(each.state) is not None for each in self._states()):
+            return None
+        _, is_captured = self._get_forward_fn(io.use_block_table)
+        return io.get_graph() if is_captured else None
+
+    def _choosing(self) -> list[RequestState]:
+        return [each.state for each in self._states() if each.has_new_token]
+
+    def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
+        """See `ModelRunner`. Requests that sample choose after it: in a captured step, after each replay."""
+        super()._sample(scores, output_ids)
+        if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured = _Borrowed(scores[0])
+        else:
+            choose(scores[0], output_ids[0], self._choosing())
 
     def _forward_process_and_sample(
         self,

@@ -124,11 +124,11 @@ def check_settings(model: PreTrainedModel, config: GenerationConfig) -> None:
             f"{_text(refused)}. Leave out what is named, or use generate.{where}"
         )
     if of_generate:
-        _tell_left_out("settings that are for generate alone", _text(of_generate))
+        tell_left_out("settings that are for generate alone", _text(of_generate))
     if of_model:
         for name in of_model:
             setattr(config, name, None)
-        _tell_left_out("what the model's own generation config sets", _text(of_model))
+        tell_left_out("what the model's own generation config sets", _text(of_model))
 
 
 def new_tokens_of(config: GenerationConfig, num_tokens: int) -> int | None:
@@ -223,6 +223,6 @@ def _text(settings: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _tell_left_out(what: str, settings: str) -> None:
+def tell_left_out(what: str, settings: str) -> None:
     """Log each text once."""
     logger.warning("%s: continuous batching leaves out %s: %s.", WHERE, what, settings)

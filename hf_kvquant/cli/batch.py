@@ -15,7 +15,7 @@ import tqdm.auto
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..batching.sampling import SAMPLING, sampling_options
+from ..batching.sampling import KEY, SETTINGS
 from ..calibration.smoothing_file import FILE_NAME
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
@@ -26,13 +26,13 @@ from ..evaluation.provenance import model_name, sha256
 from ..evaluation.tasks.measure import tell_one_process, this_process_device
 from ..jobs.answers import answered, end_tokens, managed
 from ..jobs.forms import answer_line, error_line
-from ..jobs.lines import BadLine, Job, check_sampling, read_jobs
+from ..jobs.lines import SAMPLING, BadLine, Job, check_sampling, read_jobs
 from ..jobs.output import Done, Output, Writer
 from ..jobs.processes import Processes, joined
 from ..jobs.prompts import Limits, Request, request_of
 from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
-from ..models.text_config import context_of, text_config_of
+from ..models.text_config import context_of
 from ..patching import patched
 from . import arguments, loading
 
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = loading.load_placed(args, default_device=this_process_device())
     load_calibration(model, args.model)
     defaults = defaults_of(args, model.generation_config)
-    found = survey(source, defaults)
-    generation_config = generation_config_of(model, defaults, found)
+    found = survey(source)
+    generation_config = generation_config_of(model, defaults)
     work = Work(model, tokenizer, args.model, args.preset, config, defaults, found, generation_config, batching)
     with joined() as processes:
         answer(work, source, output, processes)
@@ -100,8 +100,8 @@ def checked_input(name: str) -> Path:
 def defaults_of(args: argparse.Namespace, generation_config: Any) -> Defaults:
     """What lines get that do not say: the options, else what the model's generation config says."""
     sampling: dict[str, float] = {}
-    for name in SAMPLING:
-        given = getattr(args, name)
+    for name in SETTINGS:
+        given = getattr(args, name, None)  # there is no option for `min_p`
         value = getattr(generation_config, name, None) if given is None else given
         if value:
             sampling[name] = value
@@ -224,7 +224,6 @@ def write_answers(
 ) -> None:
     """Write a line for every job, through a manager whose pages have room for so many tokens."""
     limits = Limits(context_of(work.model), room)
-    vocab_size = text_config_of(work.model).vocab_size
     ends, started, told = end_tokens(work.generation_config), time.monotonic(), 0.0
 
     def requests() -> Iterator[Request]:
@@ -237,7 +236,8 @@ def write_answers(
                 tell(1)
 
     def options_of(request: Request) -> dict[str, Any]:
-        return sampling_options(work.defaults.of(request.job), work.found.used, vocab_size)
+        sampling = work.defaults.of(request.job)
+        return {} if sampling is None else {KEY: sampling}
 
     for request, tokens in answered(manager, requests(), options_of):
         is_ended = bool(tokens) and tokens[-1] in ends

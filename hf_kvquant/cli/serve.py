@@ -19,7 +19,7 @@ from ..batching.support import check_version
 from ..common.progress import without_bars
 from ..config import KVQuantConfig
 from ..evaluation.errors import UsageError, is_out_of_memory
-from ..evaluation.preparation import check_folder, load_calibration, loading
+from ..evaluation.preparation import check_folder, load_calibration, loading, read_text
 from . import arguments, messages
 from .loading import checked_device
 
@@ -36,6 +36,11 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"`--shutdown-timeout` must be at least 0 seconds, got {args.shutdown_timeout}.")
     if not 0 <= args.port < 2**16:
         raise UsageError(f"`--port` must be from 0 to 65535, got {args.port}.")
+    for name in ("served_model_name", "api_key"):
+        if getattr(args, name) == "":
+            raise UsageError(
+                f"`{arguments.option(name)}` must have a character, got none. Leave it out for the default."
+            )
     device = checked_device(args.device)
     check_folder(args.model)
     set_log_level(args.log_level)
@@ -74,11 +79,12 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
     """
     from ..serving.generation import Generation  # what they need comes with an extra
     from ..serving.metrics import Metrics
-    from ..serving.model import DoesNotFit, PatchedModels
+    from ..serving.model import BadTemplate, DoesNotFit, PatchedModels
     from ..serving.requests import OpenRequests
     from ..serving.server import start
 
-    device = ranks.device
+    device, file = ranks.device, args.chat_template
+    template = file and read_text("--chat-template", file, "Write a Jinja template into it.")
     try:
         with without_bars():
             models = PatchedModels(
@@ -90,9 +96,13 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
                 dtype=args.dtype,
                 trust_remote_code=args.trust_remote_code,
                 attn_implementation=args.attn_implementation,
+                served_name=args.served_model_name,
+                chat_template=template,
             )
     except DoesNotFit as error:
         raise UsageError(f"`--preset {args.preset}` does not fit {args.model}. {error}") from error
+    except BadTemplate as error:
+        raise UsageError(f"`--chat-template` must be a Jinja template, got {file}: {error}. Correct it.") from error
     model = models.model
     messages.tell_if_used(model)
     try:
@@ -101,7 +111,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
             generation.start(model)
             return generation
         how = {"max_waiting": args.max_waiting, "is_sampled": args.sample, "enable_cors": args.enable_cors}
-        return start(models, batching, **how)
+        return start(models, batching, **how, api_key=args.api_key)
     except (ImportError, NotImplementedError, ValueError) as error:
         raise UsageError(f"`--preset {args.preset}` does not serve {args.model}. {error}") from error
     except (MemoryError, RuntimeError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,8 +14,6 @@ from .prompts import Request
 
 if HAS_PAGES:
     from transformers import ContinuousBatchingConfig
-
-    from ..batching.greedy import MostLikely
 
 # Requests in a manager at once, for each that it runs. Those that wait take the place of those that are done.
 _WAITING_SHARE = 1.25
@@ -39,13 +36,9 @@ def managed(
         MemoryError: The pages do not fit.
     """
     check_version()
-    # Without a seed, transformers draws one from a generator that starts alike in every process.
-    options = {"per_request_processors": True, "seed": secrets.randbelow(2**32), **batching}
     init: Any = model.init_continuous_batching
-    manager = init(generation_config, ContinuousBatchingConfig(**options))
+    manager = init(generation_config, ContinuousBatchingConfig(**batching))
     try:
-        if generation_config.do_sample:
-            MostLikely.install(manager)
         manager.warmup()
         room = manager.batch_processor.cache.room
         manager.start()

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..batching.sampling import SAMPLING
 from ..common.errors import did_you_mean
 
+SAMPLING = ("temperature", "top_p", "top_k")
 _URL = "/v1/chat/completions"
 _OURS = ("id", "prompt", "messages", "max_new_tokens", *SAMPLING)
 # Of a body, what is the same for an answer that is neither streamed nor one of several, by its value.

@@ -1,4 +1,4 @@
-"""How the next token of each line is chosen: a manager samples as soon as one line does, by what lines ask for.
+"""How the next token of each line is chosen: by what it asks for, or else by the options and the model's config.
 
 `batching/sampling.py` says how lines that sample share a manager with lines that do not.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
-from ..batching.sampling import NEUTRAL, SAMPLING, sampling_config
-from .lines import Job, parse
+from ..batching.sampling import Sampling, greedy_config
+from .lines import SAMPLING, Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,22 +25,22 @@ class Defaults:
     Attributes:
         max_new_tokens: At most this many tokens are written.
         is_sampled: Whether tokens are sampled.
-        sampling: Settings of `SAMPLING`, for lines that are sampled.
+        sampling: Settings of `batching.sampling.SETTINGS`, for lines that are sampled.
     """
 
     max_new_tokens: int
     is_sampled: bool
     sampling: Mapping[str, float]
 
-    def of(self, job: Job) -> dict[str, float] | None:
-        """The settings by which a job is sampled; `None` if it takes the most likely tokens.
+    def of(self, job: Job) -> Sampling | None:
+        """How the tokens of a job are chosen; `None` if they are the most likely ones.
 
         A job that has a setting is sampled, unless its temperature is 0.
         """
-        settings = {**self.sampling, **job.sampling}
-        if not (self.is_sampled or job.sampling) or settings.get("temperature") == 0:
+        settings: dict[str, Any] = {"temperature": 1.0, **self.sampling, **job.sampling}
+        if not (self.is_sampled or job.sampling) or settings["temperature"] == 0:
             return None
-        return {name: value for name, value in settings.items() if value != NEUTRAL.get(name)}
+        return Sampling(**settings, seed=secrets.randbits(63))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything by name, for a file."""
@@ -55,39 +56,24 @@ class Survey:
     Attributes:
         num_lines: Without blank ones.
         sha256: Of the file.
-        is_sampled: Whether any line is sampled.
-        settings: The settings of `SAMPLING` that sampled lines use.
     """
 
     num_lines: int
     sha256: str
-    is_sampled: bool
-    settings: frozenset[str]
-
-    @property
-    def used(self) -> frozenset[str] | None:
-        """The settings; `None` if no line is sampled."""
-        return self.settings if self.is_sampled else None
 
 
-def survey(path: Path, defaults: Defaults) -> Survey:
+def survey(path: Path) -> Survey:
     """Look at all lines of an input. Holds one line at a time."""
-    digest, num_lines, is_sampled, used = hashlib.sha256(), 0, False, set[str]()
+    digest, num_lines = hashlib.sha256(), 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for line in file:
             digest.update(line)
-            if not line.strip():
-                continue
-            num_lines += 1
-            settings = defaults.of(parse(number, line))
-            if settings is not None:
-                is_sampled = True
-                used |= settings.keys()
-    return Survey(num_lines, digest.hexdigest(), is_sampled, frozenset(used))
+            num_lines += bool(line.strip())
+    return Survey(num_lines, digest.hexdigest())
 
 
-def generation_config_of(model: Any, defaults: Defaults, found: Survey) -> GenerationConfig:
-    """The generation config of a manager that serves all lines: the model's, with all the processors they need."""
-    config = sampling_config(model.generation_config, found.used)
+def generation_config_of(model: Any, defaults: Defaults) -> GenerationConfig:
+    """The generation config of a manager that serves all lines: the model's, without what lines say by themselves."""
+    config = greedy_config(model.generation_config)
     config.max_new_tokens, config.max_length = defaults.max_new_tokens, None
     return config

@@ -15,25 +15,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID
 
+from .fields import BOTH as GENERATING
+from .forms import error_body
 from .generation import Generation
 
-GENERATING = ("/v1/chat/completions", "/v1/completions")
-ROUTES = (*GENERATING, "/v1/models", "/health", "/metrics")
+OPEN = "/health"  # to anybody, also where a key is asked for
+ROUTES = (*GENERATING, "/v1/models", "/v1/models/{model}", OPEN, "/metrics")
 RETRY_SECONDS = 1
 # Bytes of a body for each token that a request may have, and the least limit.
 BYTES_PER_TOKEN, MIN_BODY = 64, 2**20
 
 
-def refusal(status: int, message: str) -> JSONResponse:
+def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
     """An error as OpenAI's API spells it. The client may try again if the server is only busy."""
-    kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
-    headers = {"retry-after": str(RETRY_SECONDS)} if status == 429 else None
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status, headers)
+    more = {429: {"retry-after": str(RETRY_SECONDS)}, 401: {"www-authenticate": "Bearer"}}
+    return JSONResponse(error_body(status, message, param, code), status, more.get(status))
 
 
 class FrontDoor:
@@ -43,16 +45,23 @@ class FrontDoor:
         app: transformers' server.
         generation: Started.
         max_waiting: Requests that may wait for their first step.
+        api_key: What clients must have; `None` if they need none.
     """
 
-    def __init__(self, app: ASGIApp, generation: Generation, max_waiting: int) -> None:
+    def __init__(self, app: ASGIApp, generation: Generation, max_waiting: int, api_key: str | None = None) -> None:
+        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
         self._app, self.generation, self._max_waiting = app, generation, max_waiting
         self.requests = generation.requests
         self._max_body = max(MIN_BODY, BYTES_PER_TOKEN * generation.room)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or take part in the start and the end of the server."""
-        if scope["type"] != "http" or (scope["path"] in ROUTES and scope["path"] not in GENERATING):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif not self._is_allowed(scope):
+            message = "the API key must be that of this server, got another or none. Send `Authorization: Bearer KEY`."
+            await refusal(401, message, code="invalid_api_key")(scope, receive, send)
+        elif scope["path"].startswith("/v1/models/") or (scope["path"] in ROUTES and scope["path"] not in GENERATING):
             await self._app(scope, receive, send)
         elif scope["path"] not in ROUTES:
             await refusal(404, f"the path must be one of {', '.join(ROUTES)}.")(scope, receive, send)
@@ -64,6 +73,13 @@ class FrontDoor:
     def close(self) -> None:
         """Stop generation, if it is still running."""
         self.generation.stop()
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        """Whether a client has the key. Browsers ask without it which methods of other sites they may use."""
+        if self._authorization is None or scope["path"] == OPEN or scope["method"] == "OPTIONS":
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return secrets.compare_digest(given, self._authorization)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = self.requests.accept()

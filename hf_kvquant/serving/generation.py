@@ -3,88 +3,49 @@
 What transformers' classes do that made the checks here necessary:
 
 - A request that does not fit into the pages ends the generation thread: "No requests can be scheduled and no requests
-  can be offloaded". So does an empty prompt. Both are refused (`_check_room`).
+  can be offloaded". So does an empty prompt. Both are refused (`new_tokens`).
 - `add_request` drops requests while the thread ends, with a line in the log, and their clients would wait for ever.
-  `Door.add_request` raises. What is dropped later is found by `Generation.fail_lost`.
-- `is_alive` asks for a recorded error. A thread that ended without one counts as alive.
-- The first request chooses how all are sampled. Here each request does, if the server samples at all.
+  `submit` raises. What is dropped later is found by `fail_lost`.
+- A thread that ended without an error counts as alive.
 """
 
 from __future__ import annotations
 
-import copy
 import secrets
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import HTTPException
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState, Modality
+from transformers import PreTrainedModel
+from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from ..batching.greedy import MostLikely
 from ..batching.manager import Manager
-from ..batching.sampling import SAMPLING, sampling_config, sampling_options
+from ..batching.sampling import KEY, SETTINGS, Sampling, greedy_config
 from ..models.text_config import context_of, text_config_of
+from .fields import Refused
 from .metrics import Metrics
-from .requests import OpenRequests, Router
+from .requests import OpenRequest, OpenRequests, Router
+from .writing import Writer
 
 STOP_SECONDS = 30  # for the step that runs when the server ends
+# Of an answer whose client does not name a length, if the model's generation config has no larger one.
+DEFAULT_TOKENS = 1024
 
 
-class AtMost(int):
-    """A number of new tokens that the client did not name. It may be lowered to what fits."""
-
-
-class Door:
-    """The manager, as transformers' `CBGenerateManager` uses it: requests go to the registry of open ones first.
-
-    Args:
-        manager: Of a patched model, not started.
-        requests: The open requests.
-    """
-
-    def __init__(self, manager: Manager, requests: OpenRequests) -> None:
-        self._manager, self._requests = manager, requests
-        manager.output_router = Router(requests)
-        requests.cancel = manager.cancel_request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-    def add_request(self, input_ids: list[int], request_id: str, streaming: bool, **options: Any) -> str:
-        """See `ContinuousBatchingManager`. Every token comes back, also of what is not streamed, to be counted.
-
-        Raises:
-            CBWorkerDeadError: The generation thread takes no requests.
-        """
-        self._requests.submit(request_id, len(input_ids), streaming)
-        options |= self._requests.by_id[request_id].sampling
-        if self._manager.add_request(input_ids, request_id=request_id, streaming=True, **options) is None:
-            raise CBWorkerDeadError("the generation thread has ended and takes no requests; restart the server")
-        return request_id
-
-    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """See `ContinuousBatchingManager`."""
-        self._requests.by_id[request_id].on_output = callback
-
-
-class Generation(CBGenerateManager):
-    """A `CBGenerateManager` that starts before the first request.
+class Generation:
+    """A running manager, and what the server asks of it.
 
     Args:
         batching: Pages and batches.
         requests: The open requests.
-        is_sampled: Whether requests may sample. It costs every step a softmax, and `top_p` a sort, of all logits.
+        is_sampled: Whether requests that do not say how they sample do so, as the model's generation config says.
     """
 
     def __init__(self, batching: ContinuousBatchingConfig, requests: OpenRequests, is_sampled: bool = False) -> None:
-        super().__init__(batching)
-        self.requests, self.is_sampled = requests, is_sampled
+        self.requests, self._is_sampled = requests, is_sampled
         self._batching = batching
-        self._settings: frozenset[str] | None = None  # of sampling, that requests may use
         self._vocab_size = 0
+        self._own: Any = None  # the model's generation config
         self.manager: Manager
         self.num_positions: int | None = None
 
@@ -96,21 +57,13 @@ class Generation(CBGenerateManager):
             MemoryError: The pages do not fit.
         """
         model_any: Any = model
-        self._vocab_size = text_config_of(model).vocab_size
-        batching = copy.copy(self._batching)
-        if self.is_sampled:
-            own = {name for name in SAMPLING if getattr(model.generation_config, name)}
-            self._settings = frozenset({"temperature", "top_p", *own})
-            # Without a seed, transformers draws one from a generator that starts alike in every process.
-            batching.per_request_processors, batching.seed = True, secrets.randbelow(2**32)
-        config = sampling_config(model.generation_config, self._settings)
+        self._own, self._vocab_size = model.generation_config, text_config_of(model).vocab_size
+        config = greedy_config(model.generation_config)
         config.use_cache = False
-        self.manager = model_any.init_continuous_batching(config, batching)
-        if self.is_sampled:
-            MostLikely.install(self.manager)
+        self.manager = model_any.init_continuous_batching(config, self._batching)
         self.num_positions = context_of(model)
-        door: Any = Door(self.manager, self.requests)
-        self._cb = door
+        self.manager.output_router = Router(self.requests)
+        self.requests.cancel = self.manager.cancel_request
         self.manager.warmup()
         self.manager.start()
 
@@ -132,7 +85,11 @@ class Generation(CBGenerateManager):
 
     def is_alive(self) -> bool:
         """Whether requests are being served."""
-        return super().is_alive() and self.manager.is_running()
+        return self.manager.background_thread_status.fatal_error is None and self.manager.is_running()
+
+    def is_cb_alive(self) -> bool:
+        """The same, by the name that transformers' server asks for."""
+        return self.is_alive()
 
     def is_ending(self) -> bool:
         """Whether the thread ends or has ended. When it fails, it says so to requests first and records it then."""
@@ -169,80 +126,115 @@ class Generation(CBGenerateManager):
         metrics.gauge("cache_pages_used", "Pages of running requests.", num_used_pages)
         metrics.gauge("cache_pages", "All pages.", lambda: cache.num_sectors)
 
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        """See `BaseGenerateManager`."""
-        self._prepare(request_id, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **options)
+    def new_tokens(self, num_prompt: int, wanted: int | None) -> int:
+        """How many tokens an answer may have.
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
-    ) -> Any:
-        """See `BaseGenerateManager`."""
-        self._prepare(request_id, inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        Args:
+            num_prompt: Tokens of its prompt.
+            wanted: What the client asks for; `None` if it does not say.
 
-    def _prepare(self, request_id: str, inputs: Any, gen_config: GenerationConfig) -> None:
-        """Check a request, and note how its tokens are chosen."""
-        self._check_room(len(inputs["input_ids"]), gen_config)
-        chosen = None
-        if gen_config.do_sample:
-            # Left out, it is OpenAI's or the model's own.
-            chosen = {name: value for name in SAMPLING if (value := getattr(gen_config, name, None))}
-        options = sampling_options(chosen, self._settings, self._vocab_size)
-        self.requests.by_id[request_id].sampling = options
-
-    def _check_room(self, num_prompt: int, gen_config: GenerationConfig) -> None:
-        """Refuse a prompt or a length that cannot fit, and lower a length that the client did not name."""
+        Raises:
+            Refused: Prompt and answer cannot fit.
+        """
         if num_prompt == 0:
-            raise HTTPException(400, "the prompt must have a token, got none. Write some text.")
+            raise Refused("the prompt must have a token, got none. Write some text.")
         left, limits = self.room - num_prompt, f"{self.num_tokens} tokens fit into the pages"
         if self.num_positions is not None:
             limits += f", and the model has {self.num_positions} positions"
         if left < 1:
-            raise HTTPException(
-                400, f"the prompt must leave room for an answer, got {num_prompt} tokens: {limits}. Shorten it."
+            raise Refused(
+                f"the prompt must leave room for an answer, got {num_prompt} tokens: {limits}. Shorten it.",
+                code="context_length_exceeded",
             )
-        wanted = gen_config.max_new_tokens
-        if isinstance(wanted, AtMost):
-            gen_config.max_new_tokens = min(int(wanted), left)
-        elif wanted > left:
-            raise HTTPException(
-                400,
+        if wanted is None:
+            return min(max(self._own.max_new_tokens or 0, DEFAULT_TOKENS), left)
+        if wanted > left:
+            raise Refused(
                 f"prompt and `max_tokens` must fit, got {num_prompt} and {wanted} tokens: {limits}. Ask for {left} or "
                 "less.",
+                code="context_length_exceeded",
             )
+        return wanted
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            Refused: One is too large.
+        """
+        largest = max(ids)
+        if largest >= self._vocab_size:
+            expected = f"token ids below {self._vocab_size}, as many as the model has"
+            raise Refused(f"`prompt` must be {expected}, got {largest}.", param="prompt")
+
+    def submit(
+        self,
+        request: OpenRequest,
+        prompt: list[int],
+        new_tokens: int,
+        writer: Writer,
+        *,
+        is_followed: bool,
+        sampling: Sampling | None,
+    ) -> None:
+        """Add an answer of a request.
+
+        Args:
+            request: Open.
+            prompt: Token ids.
+            new_tokens: See the method of this name.
+            writer: Makes its text.
+            is_followed: See `OpenAnswer`.
+            sampling: How its tokens are chosen; `None` for the most likely ones.
+
+        Raises:
+            CBWorkerDeadError: The generation thread takes no requests.
+        """
+        ends = self._own.eos_token_id
+        end_tokens = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        answer = self.requests.open(request, writer, end_tokens, is_followed=is_followed)
+        self.requests.metrics.prompt_tokens.inc(len(prompt))
+        # Every token comes back, also of what is not streamed, to be counted.
+        name = self.manager.add_request(
+            prompt,
+            answer.answer_id,
+            new_tokens,
+            streaming=True,
+            eos_token_id=end_tokens or None,
+            **({} if sampling is None else {KEY: sampling}),
+        )
+        if name is None:
+            raise CBWorkerDeadError("the generation thread has ended and takes no requests; restart the server")
+
+    def sampling_of(self, settings: Mapping[str, Any], num_logprobs: int | None) -> Sampling | None:
+        """How a request chooses its tokens; `None` if it takes the most likely ones.
+
+        What it does not say is the model's own. Without a seed, it gets one that nobody knows.
+
+        Args:
+            settings: Fields of `fields.SETTINGS`, checked.
+            num_logprobs: See `Sampling`.
+
+        Raises:
+            Refused: A bias is for a token that the model does not have.
+        """
+        bias = {int(token): float(value) for token, value in settings.get("logit_bias", {}).items() if value}
+        for token in bias:
+            if token >= self._vocab_size:
+                expected = f"for token ids below {self._vocab_size}, as many as the model has"
+                raise Refused(f"`logit_bias` must be {expected}, got {token}.", param="logit_bias")
+        own = {name: value for name in SETTINGS if (value := getattr(self._own, name, None))}
+        named = {name: value for name, value in settings.items() if name != "logit_bias"}
+        narrowed = {"top_p": 1, "top_k": 0, "min_p": 0}
+        is_named = any(named.get(name, neutral) != neutral for name, neutral in narrowed.items())
+        temperature = named.get("temperature", own.get("temperature", 1.0) if self._is_sampled or is_named else 0.0)
+        chosen = {"seed": secrets.randbits(63), **own, **named, "temperature": temperature}
+        sampling = Sampling(**chosen, logit_bias=bias, num_logprobs=num_logprobs)
+        is_plain = not (temperature or sampling.is_penalized or bias) and num_logprobs is None
+        return None if is_plain else sampling
 
     def stop(self) -> None:
         """Stop at once: whoever is left gets an error. Does nothing the second time."""
         if self.manager.is_running():
             self.manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
         self.manager.destroy()
-
-
-class State(GenerationState):
-    """A `GenerationState` with one `Generation`, which was started before.
-
-    Args:
-        generation: The one.
-    """
-
-    def __init__(self, generation: Generation) -> None:
-        super().__init__(continuous_batching=True)
-        self.generation = self._cb_manager = generation
-
-    def use_continuous_batching(self, model: Any, modality: Modality) -> bool:
-        """Always. transformers would fall back to `generate`, which pages do not serve."""
-        return True
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Generation:
-        """The one."""
-        return self.generation

@@ -1,77 +1,157 @@
-"""transformers' handlers of chats and completions, with requests checked first and failures that have a status."""
+"""`Handler`: answers one route. It reads a request, gives its prompts to the generation, and sends what comes back.
+
+transformers has handlers for both routes. They give each request to one request of the scheduler and send all of its
+text, so they have no place for several answers, stop strings or a prompt that is echoed. Of them, what makes prompts of
+messages and thoughts of text is used here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import HTTPException
-from transformers import GenerationConfig
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError
+from fastapi.responses import JSONResponse, StreamingResponse
+from transformers.cli.serving.utils import BaseHandler, Modality, get_response_template
+from transformers.utils.chat_parsing import ResponseParser
 
-from . import checks
-from .generation import AtMost, State
+from .fields import CHAT, MAX_ANSWERS, Parameters, Refused, parameters_of, prompts_of
+from .forms import END, ChatForm, CompletionForm, Form, Usage, error_body, event
+from .generation import Generation
 from .model import PatchedModels
+from .pieces import Piece
+from .requests import OpenRequest
+from .writing import Writer
 
 
-class Checked(BaseHandler):
-    """What both handlers do besides. transformers answers mistakes of clients with 500, since it meets them late."""
+class Handler:
+    """Answers one route.
 
-    model_manager: PatchedModels
-    generation_state: State
+    Args:
+        models: With the model loaded.
+        generation: Started.
+        route: `CHAT` or `COMPLETION`.
+    """
+
+    def __init__(self, models: PatchedModels, generation: Generation, route: str) -> None:
+        self._models, self._generation, self._route = models, generation, route
+        self._text_of = functools.lru_cache(2**16)(models.text_of)
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """See the handlers of transformers.
+        """Answer a request that the front door has let in.
 
         Raises:
-            HTTPException: 400 if the request is wrong, 500 or 503 if it failed.
+            HTTPException: 400 or 404 if the request is wrong, 500 or 503 if it failed.
         """
-        generation = self.generation_state.generation
-        request = generation.requests.by_id[request_id]
+        request = self._generation.requests.by_id[request_id]
+        asked = parameters_of(body, self._route, self._models.served_name)
+        prompts = self._prompts(body, asked)
+        limits = [self._generation.new_tokens(len(prompt), asked.max_new_tokens) for prompt in prompts]
+        writers = [self._writer(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
+        sampling = self._generation.sampling_of(asked.settings, asked.num_logprobs)
+        for index, writer in enumerate(writers):
+            number, choice = divmod(index, asked.num_choices)
+            self._generation.submit(
+                request,
+                prompts[number],
+                limits[number],
+                writer,
+                is_followed=asked.is_streamed or bool(asked.stop),
+                sampling=sampling and dataclasses.replace(sampling, choice=choice),
+            )
+        echoes = self._echoes(body, asked)
+        kind: type[Form] = ChatForm if self._route == CHAT else CompletionForm
+        form = kind(request_id, self._models.served_name)
+        num_prompt = sum(map(len, prompts))
+        if asked.is_streamed:
+            usage = num_prompt if asked.includes_usage else None
+            return StreamingResponse(self._events(request, form, echoes, usage), media_type="text/event-stream")
+        return JSONResponse(await self._whole(request, form, echoes, num_prompt))
+
+    def _prompts(self, body: dict[str, Any], asked: Parameters) -> list[list[int]]:
+        """The tokens of all prompts."""
         try:
-            return await super().handle_request(body, request_id)  # type: ignore[misc]
-        except (HTTPException, CBWorkerDeadError):
+            if self._route == CHAT:
+                return [self._tokens_of_chat(body)]
+            prompts = prompts_of(body["prompt"])
+            if len(prompts) * asked.num_choices > MAX_ANSWERS:
+                got = f"{len(prompts)} prompts with `n` of {asked.num_choices}"
+                raise Refused(f"a request must ask for at most {MAX_ANSWERS} answers, got {got}. Split it.")
+            return [self._tokens_of(prompt) for prompt in prompts]
+        except Refused:
             raise
-        except Exception as error:
-            if not request.is_submitted:  # no chat template, roles that it refuses, text that is not Unicode, …
-                raise HTTPException(400, f"the request cannot be read: {error or type(error).__name__}") from error
-            if request.error is None:
-                raise
-            raise HTTPException(request.status or (503 if generation.is_ending() else 500), request.error) from error
+        except Exception as error:  # no chat template, roles that it refuses, text that is not Unicode, …
+            raise Refused(f"the request cannot be read: {error or type(error).__name__}") from error
 
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
-        checks.check_fields(body, self.generation_state.generation.is_sampled)
+    def _tokens_of_chat(self, body: dict[str, Any]) -> list[int]:
+        encoded = self._models.tokenizer.apply_chat_template(
+            BaseHandler.get_processor_inputs_from_messages(body["messages"], Modality.LLM),
+            add_generation_prompt=True,
+            return_tensors=None,
+            return_dict=True,
+            tokenize=True,
+            **(body.get("chat_template_kwargs") or {}),
+        )
+        return list(encoded["input_ids"])
 
-    def _resolve_model(self, body: dict[str, Any]) -> Any:
-        """See `BaseHandler`. The name that answers bear is accepted, too."""
-        name: str = self.model_manager.name
-        if body.get("model") == self.model_manager.process_model_name(name):
-            body["model"] = name
-        return super()._resolve_model(body)
+    def _tokens_of(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self._models.tokenizer(prompt)["input_ids"])
+        self._generation.check_ids(prompt)
+        return prompt
 
-    def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> GenerationConfig:
-        config: GenerationConfig = super()._build_generation_config(body, *args, **options)
-        is_narrowed = body.get("temperature") is None and body.get("top_p") not in (None, 1)
-        if self.generation_state.generation.is_sampled and (body.get("temperature") or is_narrowed):
-            config.do_sample = True  # transformers takes the values, but only the model's config would sample
-        if all(body.get(name) is None for name in checks.LENGTHS):
-            config.max_new_tokens = AtMost(config.max_new_tokens)
-        return config
+    def _writer(self, prompt: list[int], asked: Parameters) -> Writer:
+        parser = self._parser(prompt) if self._route == CHAT else None
+        text_of = None if asked.num_logprobs is None else self._text_of
+        return Writer(self._models.tokenizer, asked.stop, parser, text_of)
+
+    def _parser(self, prompt: list[int]) -> ResponseParser | None:
+        """What tells thoughts from the answer, if the model has any. Tools are not served: calls of them stay text."""
+        template = get_response_template(self._models.tokenizer, self._models.model)
+        if template is None:
+            return None
+        fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
+        return ResponseParser({**template, "fields": fields}, prefix=self._models.tokenizer.decode(prompt))
+
+    def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
+        """What each answer begins with."""
+        if not asked.echoes:
+            return []
+        prompts = prompts_of(body["prompt"])
+        texts = [each if isinstance(each, str) else self._models.tokenizer.decode(each) for each in prompts]
+        return [text for text in texts for _ in range(asked.num_choices)]
+
+    async def _whole(self, request: OpenRequest, form: Form, echoes: list[str], num_prompt: int) -> dict[str, Any]:
+        whole = [Piece(index, []) for index in range(len(request.answers))]
+        for index, echo in enumerate(echoes):
+            whole[index].texts.append(echo)
+        while (piece := await request.news.get()) is not None:
+            whole[piece.index].add(piece)
+        if request.error is not None:
+            raise HTTPException(self._status(request), request.error)
+        return form.whole([form.choice(piece) for piece in whole], Usage(num_prompt, _num_new(request)))
+
+    async def _events(
+        self, request: OpenRequest, form: Form, echoes: list[str], num_prompt: int | None
+    ) -> AsyncIterator[str]:
+        """Server-sent events. `num_prompt` is for a stream that ends with numbers of tokens."""
+        begin = [Piece(index, [echo]) for index, echo in enumerate(echoes)]
+        yield form.opening(len(request.answers)) + "".join(map(form.chunks, begin))
+        while (piece := await request.news.get()) is not None:
+            yield form.chunks(piece)
+        if request.error is not None:
+            yield event(error_body(self._status(request), request.error))
+            return
+        if num_prompt is not None:
+            yield form.chunk([], Usage(num_prompt, _num_new(request)))
+        yield END
+
+    def _status(self, request: OpenRequest) -> int:
+        """Of an answer that failed."""
+        return request.status if request.status >= 400 else 503 if self._generation.is_ending() else 500
 
 
-class Chats(Checked, ChatCompletionHandler):
-    """Answers `/v1/chat/completions`."""
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
-        checks.check_messages(body)
-
-
-class Completions(Checked, CompletionHandler):
-    """Answers `/v1/completions`."""
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
-        checks.check_prompt(body)
+def _num_new(request: OpenRequest) -> int:
+    return sum(answer.writer.num_tokens for answer in request.answers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,19 +20,30 @@ class DoesNotFit(Exception):
     """The config does not fit the model."""
 
 
+class BadTemplate(Exception):
+    """The chat template cannot be read."""
+
+
 class PatchedModels(ModelManager):
     """Loads a model, prepares and patches it.
 
     Args:
-        name: A folder or a hub id. Clients name the model by it.
+        name: A folder or a hub id.
         config: To patch it with.
         prepare: Called with the model before it is patched.
         num_ranks: Of tensor parallelism; 1 for none.
+        served_name: By which clients call the model; `None` for `name`.
+        chat_template: In place of the tokenizer's own.
         **options: Of `ModelManager`: `device`, `dtype`, `trust_remote_code`, `attn_implementation`.
+
+    Attributes:
+        model: Patched.
+        tokenizer: Of the model.
 
     Raises:
         DoesNotFit: See `patch`.
         OSError, ValueError: There is no such model, or it takes more than text.
+        BadTemplate: See there.
     """
 
     def __init__(
@@ -40,11 +52,24 @@ class PatchedModels(ModelManager):
         config: KVQuantConfig,
         prepare: Callable[[PreTrainedModel], None],
         num_ranks: int = 1,
+        *,
+        served_name: str | None = None,
+        chat_template: str | None = None,
         **options: Any,
     ) -> None:
         self._config, self._prepare, self._num_ranks = config, prepare, num_ranks
         super().__init__(force_model=name, continuous_batching=True, **options)
-        self.name = name
+        self.served_name = served_name or name
+        self._owner = name.partition("/")[0] if "/" in name and not os.path.exists(name) else "local"
+        self._created = int(time.time())
+        found: Any = self.load_model_and_processor(self.process_model_name(name))
+        self.model: PreTrainedModel = found[0]
+        self.tokenizer: Any = found[1]
+        if self.get_model_modality(self.model, processor=self.tokenizer) is not Modality.LLM:
+            raise ValueError(f"{type(self.model).__name__} takes more than text, and only text is served.")
+        if chat_template is not None:
+            self.tokenizer.chat_template = chat_template
+            _check_template(self.tokenizer)
 
     def _load_model(self, *args: Any, **options: Any) -> PreTrainedModel:
         model: PreTrainedModel
@@ -70,15 +95,31 @@ class PatchedModels(ModelManager):
         part: PreTrainedModel = model.eval()
         return part
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model."""
-        model: PreTrainedModel
-        model, processor = self.load_model_and_processor(self.process_model_name(self.name))
-        if self.get_model_modality(model, processor=processor) is not Modality.LLM:
-            raise ValueError(f"{type(model).__name__} takes more than text, and only text is served.")
-        return model
+    def card(self) -> dict[str, Any]:
+        """The model as OpenAI's API describes it. `created` is when it was loaded."""
+        return {"id": self.served_name, "object": "model", "created": self._created, "owned_by": self._owner}
+
+    def text_of(self, token: int) -> str:
+        """The text of one token. Some tokenizers leave out a space at the beginning, so another token goes before."""
+        before = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        return str(self.tokenizer.decode([*before, token])[len(self.tokenizer.decode(before)) :])
+
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        """See `ModelManager`: the one model."""
+        return [self.card()]
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """The one model. Before 5.24, transformers lists what the hub's cache holds, and fails without such a cache."""
-        return [{"id": self.name, "object": "model", "created": 0, "owned_by": ""}]
+        """The same, by its name before 5.24."""
+        return [self.card()]
+
+
+def _check_template(tokenizer: Any) -> None:
+    """Refuse a template that cannot be read. One that only refuses this chat may take others."""
+    from jinja2 import TemplateError, TemplateSyntaxError  # optional, and transformers says so if it is missing
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise BadTemplate(f"line {error.lineno}, {error.message}") from error
+    except TemplateError:
+        pass

@@ -1,26 +1,53 @@
 """`OpenRequests`: every request from its arrival until its client has an answer or has gone.
 
-transformers keeps a callback for each request and forgets it when the request ends by itself. It delivers nothing to a
-request that is cancelled, and nothing to one that it drops while its thread ends. So this registry, and not
-transformers', decides who gets what: each request ends exactly once, with one outcome.
+A request of a client asks for one answer or several, each of which is a request of the scheduler. transformers keeps a
+callback for each of those and forgets it when the request ends by itself. It delivers nothing to a request that is
+cancelled, and nothing to one that it drops while its thread ends. So this registry, and not transformers', decides who
+gets what: each request ends exactly once, with one outcome.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .metrics import Metrics
+from .pieces import Piece
+from .writing import Writer
 
 SHUT_DOWN = "the server shut down before the answer was complete"
+
+
+@dataclasses.dataclass
+class OpenAnswer:
+    """One answer that is being written: one request of the scheduler.
+
+    Attributes:
+        answer_id: Unique in this process.
+        request: Whose it is.
+        index: Among the answers of the request.
+        writer: Makes its text.
+        end_tokens: Any of them ends it.
+        is_followed: Whether somebody has to see each token as it comes.
+        num_generated: Tokens that the generation thread has made.
+        is_over: Whether it has ended.
+    """
+
+    answer_id: str
+    request: OpenRequest
+    index: int
+    writer: Writer
+    end_tokens: Collection[int]
+    is_followed: bool
+    num_generated: int = 0
+    is_over: bool = False
 
 
 @dataclasses.dataclass
@@ -32,11 +59,8 @@ class OpenRequest:
         arrived: When, in seconds of `time.perf_counter`.
         status: HTTP status of the answer once it has begun, or of the error that is to be sent.
         is_admitted: Whether it may wait or run.
-        is_submitted: Whether the scheduler has had it.
-        is_streamed: Whether its client gets each token.
-        sampling: How its tokens are chosen, as further arguments of the manager's `add_request`.
-        num_tokens: Generated so far.
-        on_output: Takes what is generated, on the event loop; `None` before there is anybody to take it.
+        answers: Those that the scheduler has had.
+        news: Pieces of them, for whoever sends them to the client; `None` if there will be no more.
         outcome: How it ended, of `metrics.OUTCOMES`; `None` while it is open.
         error: Why it did not finish.
     """
@@ -45,13 +69,15 @@ class OpenRequest:
     arrived: float
     status: int = 0
     is_admitted: bool = False
-    is_submitted: bool = False
-    is_streamed: bool = False
-    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
-    num_tokens: int = 0
-    on_output: Callable[[GenerationOutput], None] | None = None
+    answers: list[OpenAnswer] = dataclasses.field(default_factory=list)
+    news: asyncio.Queue[Piece | None] = dataclasses.field(default_factory=asyncio.Queue)
     outcome: str | None = None
     error: str | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are missing."""
+        return sum(not answer.is_over for answer in self.answers) if self.answers else 1
 
 
 class OpenRequests:
@@ -62,7 +88,8 @@ class OpenRequests:
 
     Attributes:
         by_id: The open requests.
-        cancel: Takes a request from the scheduler; set by the generation.
+        answers: The answers of open requests, by their id.
+        cancel: Takes an answer from the scheduler; set by the generation.
         loop: The event loop, from the first request on.
         is_stopping: Whether the server takes no more requests.
     """
@@ -70,7 +97,8 @@ class OpenRequests:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.by_id: dict[str, OpenRequest] = {}
-        self.cancel: Callable[[str], None] = lambda request_id: None
+        self.answers: dict[str, OpenAnswer] = {}
+        self.cancel: Callable[[str], None] = lambda answer_id: None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_stopping = False
 
@@ -82,77 +110,107 @@ class OpenRequests:
         return request
 
     def num_unanswered(self) -> int:
-        """Requests that wait or run."""
-        return sum(request.is_admitted and request.outcome is None for request in list(self.by_id.values()))
+        """Answers that wait or run."""
+        requests = list(self.by_id.values())
+        return sum(request.num_open for request in requests if request.is_admitted and request.outcome is None)
 
-    def submit(self, request_id: str, num_prompt_tokens: int, is_streamed: bool) -> None:
-        """Note that a request goes to the scheduler."""
-        request = self.by_id[request_id]
-        request.is_submitted, request.is_streamed = True, is_streamed
-        self.metrics.prompt_tokens.inc(num_prompt_tokens)
+    def open(
+        self, request: OpenRequest, writer: Writer, end_tokens: Collection[int], *, is_followed: bool
+    ) -> OpenAnswer:
+        """A new answer of a request, which goes to the scheduler next."""
+        index = len(request.answers)
+        answer = OpenAnswer(f"{request.request_id}-{index}", request, index, writer, end_tokens, is_followed)
+        request.answers.append(answer)
+        self.answers[answer.answer_id] = answer
+        return answer
 
     def note(self, output: GenerationOutput) -> bool:
         """Count new tokens, in the generation thread. Returns whether the output is to be passed on."""
-        request = self.by_id.get(output.request_id)
-        if request is None:
+        answer = self.answers.get(output.request_id)
+        if answer is None:
             if not output.is_finished():
                 # Its client has gone, and the cancellation was taken from the queue before the request itself.
                 self.cancel(output.request_id)
             return False
-        num_new = len(output.generated_tokens) - request.num_tokens
+        num_new = len(output.generated_tokens) - answer.num_generated
         if num_new > 0:
-            if request.num_tokens == 0:
-                self.metrics.first_token.observe(time.perf_counter() - request.arrived)
-            request.num_tokens += num_new
+            if answer.num_generated == 0:
+                self.metrics.first_token.observe(time.perf_counter() - answer.request.arrived)
+            answer.num_generated += num_new
             self.metrics.output_tokens.inc(num_new)
             self.metrics.rate.add(num_new)
-        return request.is_streamed or output.is_finished()
+        return answer.is_followed or output.is_finished()
 
-    def pass_on(self, outputs: list[GenerationOutput]) -> None:
-        """Give outputs to those who wait for them, unless they have ended otherwise."""
+    def pass_on(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Write what is new of answers, unless they have ended otherwise."""
         for output in outputs:
-            request = self.by_id.get(output.request_id)
-            if request is None or request.outcome is not None:
+            answer = self.answers.get(output.request_id)
+            if answer is None or answer.is_over:
                 continue
-            if output.is_finished():
-                self._end(request, "finished" if output.error is None else "failed", output.error)
-            self._tell(request, output)
+            if output.error is not None:
+                answer.is_over = True
+                self._fail(answer.request, "failed", output.error)
+                continue
+            try:
+                self._write(answer, output)
+            except Exception as error:  # of a parser that meets what it does not expect
+                self._fail(answer.request, "failed", f"the answer cannot be read: {error or type(error).__name__}")
 
     def end_all(self, outcome: str, error: str, status: int) -> None:
         """End what was submitted and is open, and say why to each client."""
         for request in list(self.by_id.values()):
-            if request.is_submitted and request.outcome is None:
+            if request.answers and request.outcome is None:
                 request.status = status
-                self._end(request, outcome, error)
-                self.cancel(request.request_id)
-                self._tell(request, GenerationOutput(request.request_id, error=error, status=RequestStatus.FAILED))
+                self._fail(request, outcome, error)
 
     def close(self, request: OpenRequest) -> None:
         """Forget a request whose answer is sent, or whose client has gone."""
         self.by_id.pop(request.request_id, None)
-        if request.outcome is not None:
-            return
-        if request.is_submitted:
-            self.cancel(request.request_id)
-        self._end(request, "rejected" if request.status >= 400 and not request.is_submitted else "cancelled")
+        if request.outcome is None:
+            self._cancel_answers(request)
+            self._end(request, "rejected" if request.status >= 400 and not request.answers else "cancelled")
+        for answer in request.answers:
+            self.answers.pop(answer.answer_id, None)
 
-    def _tell(self, request: OpenRequest, output: GenerationOutput) -> None:
-        if output.error is not None and request.is_streamed:
-            # transformers puts it between quotation marks without escaping it.
-            output = dataclasses.replace(output, error=json.dumps(output.error)[1:-1])
-        if request.on_output is not None:
-            request.on_output(output)
+    def _write(self, answer: OpenAnswer, output: GenerationOutput) -> None:
+        writer, begin = answer.writer, answer.writer.num_tokens
+        logprobs: Any = output.logprobs  # what `batching.sampling.reports` makes of a token, not a number
+        texts = writer.write(output.generated_tokens[begin:], logprobs[begin:])
+        if not (writer.is_stopped or output.is_finished()):
+            if texts:
+                answer.request.news.put_nowait(Piece(answer.index, texts, writer.taken_logprobs()))
+            return
+        answer.is_over = True
+        if not output.is_finished():
+            self.cancel(answer.answer_id)
+        is_ended = writer.is_stopped or output.generated_tokens[-1] in answer.end_tokens
+        texts += writer.finish()
+        piece = Piece(answer.index, texts, writer.taken_logprobs(), "stop" if is_ended else "length")
+        answer.request.news.put_nowait(piece)
+        if answer.request.num_open == 0:
+            self._end(answer.request, "finished")
+
+    def _fail(self, request: OpenRequest, outcome: str, error: str) -> None:
+        self._cancel_answers(request)
+        self._end(request, outcome, error)
+
+    def _cancel_answers(self, request: OpenRequest) -> None:
+        for answer in request.answers:
+            if not answer.is_over:
+                answer.is_over = True
+                self.cancel(answer.answer_id)
 
     def _end(self, request: OpenRequest, outcome: str, error: str | None = None) -> None:
         request.outcome, request.error = outcome, error
+        request.news.put_nowait(None)
         self.metrics.outcomes[outcome].inc()
 
 
 class Router(OutputRouter):
     """Takes what the generation thread makes to the open requests, on the event loop.
 
-    transformers registers the callback of a stream after the request itself. An output in between, perhaps the last
-    one, would go to a queue that nobody reads. Here callbacks are looked up on the event loop, which is later.
+    transformers' server registers the callback of a stream after the request itself. An output in between, perhaps the
+    last one, would go to a queue that nobody reads. Here an answer is open before its request is added.
     """
 
     def __init__(self, requests: OpenRequests) -> None:

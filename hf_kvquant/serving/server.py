@@ -23,9 +23,10 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from .fields import CHAT, COMPLETION, Refused
 from .front import FrontDoor, refusal
-from .generation import Generation, State
-from .handlers import Chats, Completions
+from .generation import Generation
+from .handlers import Handler
 from .metrics import Metrics
 from .model import PatchedModels
 from .requests import SHUT_DOWN, OpenRequests
@@ -43,6 +44,7 @@ def start(
     max_waiting: int,
     is_sampled: bool = False,
     enable_cors: bool = False,
+    api_key: str | None = None,
 ) -> FrontDoor:
     """Start generation, and make the application that answers.
 
@@ -52,6 +54,7 @@ def start(
         max_waiting: Requests that may wait for their first step.
         is_sampled: Whether requests may sample.
         enable_cors: Whether pages of other sites may ask.
+        api_key: What clients must send; `None` if nothing.
 
     Raises:
         ImportError, MemoryError, NotImplementedError, ValueError: See `Generation.start`.
@@ -60,12 +63,14 @@ def start(
     generation = Generation(batching, OpenRequests(metrics), is_sampled)
     generation.start(models.model)
     generation.watch(metrics)
-    state = State(generation)
     unserved: Any = None  # their routes end at the front door
+    chats: Any = Handler(models, generation, CHAT)
+    completions: Any = Handler(models, generation, COMPLETION)
+    state: Any = generation  # asked whether it lives
     app = build_server(
         models,
-        Chats(models, state),
-        Completions(models, state),
+        chats,
+        completions,
         response_handler=unserved,
         transcription_handler=unserved,
         systemone_handler=unserved,
@@ -73,13 +78,24 @@ def start(
         enable_cors=enable_cors,
     )
 
+    @app.get("/v1/models/{name:path}")
+    def one_model(name: str) -> JSONResponse:
+        if name != models.served_name:
+            message = f"there is no model {name!r}, only {models.served_name!r}."
+            return refusal(404, message, param="model", code="model_not_found")
+        return JSONResponse(models.card())
+
     @app.get("/metrics")
     def page() -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+    async def failed(_: Request, error: HTTPException) -> JSONResponse:
         return refusal(error.status_code, str(error.detail))
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> JSONResponse:
+        return refusal(error.status_code, error.detail, error.param, error.code)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -89,7 +105,7 @@ def start(
     async def dead(_: Request, error: CBWorkerDeadError) -> JSONResponse:
         return refusal(503, str(error))
 
-    return FrontDoor(app, generation, max_waiting)
+    return FrontDoor(app, generation, max_waiting, api_key)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...batching.sampling import sampling_config
+from ...batching.sampling import greedy_config
 from ...config import KVQuantConfig
 from .pages import PAGE_SIZE, Pages
 
@@ -67,7 +67,7 @@ def generate(
         ImportError, NotImplementedError, ValueError: Pages do not serve the model or the config.
         Exception: What ended the manager.
     """
-    generation_config = sampling_config(model.generation_config, None)
+    generation_config = greedy_config(model.generation_config)
     generation_config.max_length = None
     options = {
         "num_blocks": max(num_pages, *(prompt.num_pages for prompt in prompts)) + 2,  # one may be for a tail

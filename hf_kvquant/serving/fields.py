@@ -1,0 +1,305 @@
+"""The fields of a request: which are served, with which values, and which are refused by name.
+
+`FIELDS` is the one place that decides. A field without effect is taken at the values that change nothing, and refused
+at any other, so that no client gets an answer as if it had not asked. The table in `docs/serve.md` is checked against
+it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import HTTPException
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+BOTH = (CHAT, COMPLETION)
+# Of one prompt, and of all prompts of a request.
+MAX_CHOICES, MAX_ANSWERS = 128, 1024
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_BIASES, MAX_BIAS = 1024, 100
+
+
+class Refused(HTTPException):
+    """A mistake of the client.
+
+    Args:
+        message: What was expected, what came, and what to do.
+        status: Of HTTP.
+        param: The field; `None` if it is none.
+        code: OpenAI's name of the mistake, where it has one.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.param, self.code = param, code
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One field of a body.
+
+    Attributes:
+        expected: Values that it may have, in words: what follows "must be". `null` always stands for leaving it out.
+        is_right: Whether a value is one of them.
+        routes: Where it may occur.
+        is_served: Whether it has an effect at some value.
+    """
+
+    expected: str
+    is_right: Callable[[Any], bool]
+    routes: tuple[str, ...] = BOTH
+    is_served: bool = True
+
+
+def _without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
+    """A field that is not served: it may have the values that change nothing."""
+    shown = "".join(f"{json.dumps(value)} or " for value in neutral)
+    return Field(f"{shown}left out", lambda value: any(_is_same(value, each) for each in neutral), routes, False)
+
+
+def _note(routes: tuple[str, ...] = BOTH) -> Field:
+    """A field for the client's own use, which never changes an answer."""
+    return Field("anything", lambda value: True, routes, False)
+
+
+def _is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < 2**31 and least <= value <= most
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_stop(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return len(texts) <= MAX_STOPS and all(isinstance(text, str) and text for text in texts)
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (_is_list(value) and all(_is_integer(each, 0) for each in value))
+
+
+def _is_prompts(value: Any) -> bool:
+    return _is_prompt(value) or (_is_list(value) and all(map(_is_prompt, value)))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_options_of_stream(value: Any) -> bool:
+    names = {"include_usage", "include_obfuscation"}
+    return isinstance(value, dict) and value.keys() <= names and all(map(_is_bool, value.values()))
+
+
+def _is_options_of_template(value: Any) -> bool:
+    # A template of the client's would run on the event loop for as long as it likes.
+    return isinstance(value, dict) and "chat_template" not in value
+
+
+def _is_biases(value: Any) -> bool:
+    is_right = isinstance(value, dict) and len(value) <= MAX_BIASES and all(map(str.isdecimal, value))
+    return is_right and all(_is_number(each, -MAX_BIAS, MAX_BIAS) for each in value.values())
+
+
+_LENGTH = Field("an integer of at least 1", lambda value: _is_integer(value, 1))
+_PENALTY = Field("a number from -2 to 2", lambda value: _is_number(value, -2, 2))
+
+FIELDS: dict[str, Field] = {
+    "messages": Field("a list of messages", _is_list, (CHAT,)),
+    "prompt": Field("a text, token ids, or a list of these", _is_prompts, (COMPLETION,)),
+    "model": Field("the name of the model", lambda value: isinstance(value, str)),
+    "max_tokens": _LENGTH,
+    "max_completion_tokens": _LENGTH,
+    "n": Field(f"an integer from 1 to {MAX_CHOICES}", lambda value: _is_integer(value, 1, MAX_CHOICES)),
+    "stop": Field(f"a text, or a list of up to {MAX_STOPS} texts", _is_stop),
+    "stream": Field("true or false", _is_bool),
+    "stream_options": Field("an object with `include_usage`", _is_options_of_stream),
+    "echo": Field("true or false", _is_bool, (COMPLETION,)),
+    "temperature": Field("a number of at least 0", lambda value: _is_number(value, 0)),
+    "top_p": Field("a number above 0 and at most 1", lambda value: _is_number(value, 0, 1) and value > 0),
+    "top_k": Field("an integer of at least 0", lambda value: _is_integer(value, 0, 2**31)),
+    "min_p": Field("a number from 0 to 1", lambda value: _is_number(value, 0, 1)),
+    "seed": Field("an integer of 64 bits", lambda value: _is_integer(value, -(2**63), 2**63 - 1)),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": Field("a number from 0.01 to 100", lambda value: _is_number(value, 0.01, 100)),
+    "logit_bias": Field(f"up to {MAX_BIASES} token ids with numbers from -{MAX_BIAS} to {MAX_BIAS}", _is_biases),
+    "logprobs": Field(
+        f"true or false in a chat, an integer from 0 to {MAX_LOGPROBS} in a completion",
+        lambda value: _is_bool(value) or _is_integer(value, 0, MAX_LOGPROBS),
+    ),
+    "top_logprobs": Field(
+        f"an integer from 0 to {MAX_LOGPROBS}", lambda value: _is_integer(value, 0, MAX_LOGPROBS), (CHAT,)
+    ),
+    "chat_template_kwargs": Field("an object without `chat_template`", _is_options_of_template, (CHAT,)),
+    # OpenAI's fields for which there is nothing here.
+    "audio": _without_effect(routes=(CHAT,)),
+    "best_of": _without_effect(1, routes=(COMPLETION,)),
+    "function_call": _without_effect("none", "auto", routes=(CHAT,)),
+    "functions": _without_effect([], routes=(CHAT,)),
+    "modalities": _without_effect(["text"], routes=(CHAT,)),
+    "moderation": _without_effect(routes=(CHAT,)),
+    "parallel_tool_calls": _without_effect(True, False, routes=(CHAT,)),
+    "prediction": _without_effect(routes=(CHAT,)),
+    "reasoning_effort": _without_effect(routes=(CHAT,)),
+    "response_format": _without_effect({"type": "text"}, routes=(CHAT,)),
+    "service_tier": _without_effect("auto", "default", routes=(CHAT,)),
+    "store": _without_effect(False, routes=(CHAT,)),
+    "suffix": _without_effect("", routes=(COMPLETION,)),
+    "tool_choice": _without_effect("none", "auto", routes=(CHAT,)),
+    "tools": _without_effect([], routes=(CHAT,)),
+    "verbosity": _without_effect(routes=(CHAT,)),
+    "web_search_options": _without_effect(routes=(CHAT,)),
+    # Notes of the client's.
+    "metadata": _note((CHAT,)),
+    "prompt_cache_key": _note((CHAT,)),
+    "prompt_cache_options": _note((CHAT,)),
+    "prompt_cache_retention": _note((CHAT,)),
+    "safety_identifier": _note((CHAT,)),
+    "user": _note(),
+}
+# Fields that say how tokens are chosen.
+SETTINGS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
+# Of a message. What else it has is refused, unless it is empty, so that an answer can be sent back as it came.
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """What a body asks for, besides its prompts.
+
+    Attributes:
+        num_choices: Answers to each prompt.
+        max_new_tokens: Of each answer; `None` if the client does not say.
+        stop: Texts that end an answer.
+        is_streamed: Whether the client gets each piece.
+        includes_usage: Whether a stream ends with the numbers of tokens.
+        echoes: Whether answers begin with their prompts.
+        num_logprobs: Most likely tokens that are reported with each token; `None` for no report.
+        settings: Fields of `SETTINGS` that the client has sent.
+    """
+
+    num_choices: int
+    max_new_tokens: int | None
+    stop: tuple[str, ...]
+    is_streamed: bool
+    includes_usage: bool
+    echoes: bool
+    num_logprobs: int | None
+    settings: dict[str, Any]
+
+
+def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
+    """Check all fields.
+
+    Args:
+        body: Of the request.
+        route: `CHAT` or `COMPLETION`.
+        model: The name by which clients call the model.
+
+    Raises:
+        Refused: A field is not known or not served, or its value is wrong.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        field = FIELDS.get(name)
+        if field is None or route not in field.routes:
+            raise Refused(f"`{name}` must be left out, since {route} has no such field.", param=name)
+        if not field.is_right(value):
+            raise _wrong(name, value)
+    if given.get("model", model) != model:
+        message = f"`model` must be {model!r} or left out, got {_shown(given['model'])}. See /v1/models."
+        raise Refused(message, status=404, param="model", code="model_not_found")
+    if "stream_options" in given and not given.get("stream"):
+        raise Refused("`stream_options` must come with `stream`, got it alone. Leave it out.", param="stream_options")
+    lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    if len(lengths) > 1:
+        message = "`max_tokens` and `max_completion_tokens` must agree, got two lengths. Leave one out."
+        raise Refused(message, param="max_tokens")
+    if route == CHAT:
+        _check_messages(given.get("messages"))
+    elif "prompt" not in given:
+        raise _wrong("prompt", None)
+    stop = given.get("stop", [])
+    return Parameters(
+        num_choices=given.get("n", 1),
+        max_new_tokens=next(iter(lengths), None),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        is_streamed=given.get("stream", False),
+        includes_usage=given.get("stream_options", {}).get("include_usage", False),
+        echoes=given.get("echo", False),
+        num_logprobs=_num_logprobs(given, route),
+        settings={name: given[name] for name in SETTINGS if name in given},
+    )
+
+
+def prompts_of(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a `prompt` that was checked: texts or token ids."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def _num_logprobs(given: dict[str, Any], route: str) -> int | None:
+    value = given.get("logprobs", False)
+    if value is not False and isinstance(value, bool) != (route == CHAT):
+        raise _wrong("logprobs", value)
+    if value is False:
+        if given.get("top_logprobs"):
+            raise Refused("`top_logprobs` must come with `logprobs`, got it alone. Send true.", param="top_logprobs")
+        return None
+    if given.get("echo"):
+        message = "`logprobs` must be left out with `echo`, since those of a prompt are not served, got both."
+        raise Refused(message, param="logprobs")
+    return int(given.get("top_logprobs", 0) if route == CHAT else value)
+
+
+def _check_messages(messages: list[Any] | None) -> None:
+    """Refuse messages that are not roles and texts."""
+    if messages is None:
+        raise _wrong("messages", None)
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(f"`messages` must each have a role, got {_shown(message)}.", param="messages")
+        for name, value in message.items():
+            if name not in MESSAGE and value:
+                raise Refused(f"a message must have no `{name}`, which is not served.", param="messages")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if not isinstance(content, str | list | None) or not all(map(_is_text, parts)):
+            expected = "each have a text, or a list of texts, as content"
+            raise Refused(f"`messages` must {expected}, got {_shown(content)}.", param="messages")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equal, where `True` is not 1."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _wrong(name: str, got: Any) -> Refused:
+    field = FIELDS[name]
+    expected = field.expected if field.is_served else f"{field.expected}, since it is not served"
+    return Refused(f"`{name}` must be {expected}, got {_shown(got)}.", param=name)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

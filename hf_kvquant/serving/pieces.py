@@ -1,0 +1,46 @@
+"""`Piece`: what is new of an answer, on its way from `writing.py` to `forms.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """One token with the logarithm of its probability.
+
+    Attributes:
+        text: Of the token alone.
+        logprob: Natural.
+        top: The most likely tokens of its place, and theirs.
+        begin: Characters of the answer before it.
+    """
+
+    text: str
+    logprob: float
+    top: list[tuple[str, float]]
+    begin: int
+
+
+@dataclasses.dataclass
+class Piece:
+    """What is new of an answer.
+
+    Attributes:
+        index: Of the answer, among those of its request.
+        texts: See `Writer.write`.
+        logprobs: Of its tokens, if the client wants them.
+        reason: Why the answer has ended; `None` if it goes on.
+    """
+
+    index: int
+    texts: list[str]
+    logprobs: list[Logprob] | None = None
+    reason: str | None = None
+
+    def add(self, later: Piece) -> None:
+        """Continue with what came later."""
+        self.texts += later.texts
+        self.reason = later.reason
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs

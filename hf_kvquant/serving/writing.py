@@ -1,0 +1,149 @@
+"""`Writer`: the text of an answer while its tokens come, up to a stop string.
+
+A stop string may lie across tokens, so text that may turn out to be the beginning of one is held back. A chat model
+may think aloud first: transformers' parser of responses splits that from the answer. It reads what is written up to the
+stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers.cli.serving.utils import response_events_to_chunks
+
+from ..batching.sampling import TokenLogprobs
+from .pieces import Logprob
+
+
+class StopStrings:
+    """Finds the first of several texts in a text that comes in pieces.
+
+    Args:
+        stops: None of them empty.
+
+    Attributes:
+        is_found: Whether one has come.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = stops, ""
+        self.is_found = False
+
+    def passed(self, text: str) -> str:
+        """What is certain not to be part of a stop string, after this piece. After one, nothing is."""
+        if self.is_found:
+            return ""
+        text = self._held + text
+        begins = [begin for stop in self._stops if (begin := text.find(stop)) >= 0]
+        if begins:
+            self.is_found, self._held = True, ""
+            return text[: min(begins)]
+        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def rest(self) -> str:
+        """What is held back at the end."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text that begin a stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+class Writer:
+    """Turns the tokens of one answer into text.
+
+    Args:
+        tokenizer: A fast one of transformers.
+        stop: Texts that end the answer, and are not part of it.
+        parser: transformers' `ResponseParser`; `None` for plain text.
+        text_of: The text of one token, if tokens come with logarithms of probabilities.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        parser: Any = None,
+        text_of: Callable[[int], str] | None = None,
+    ) -> None:
+        self._tokenizer, self._parser = tokenizer, parser
+        # The parser looks for special tokens.
+        self._skips_special = parser is None
+        self._stream = DecodeStream([], skip_special_tokens=self._skips_special)
+        self._stops = StopStrings(stop)
+        self._tokens: list[int] = []
+        self._num_decoded = self._num_passed = 0  # characters
+        # Of tokens whose text may still be part of a stop string, which is not part of the answer.
+        self._logprobs: list[Logprob] = []
+        self._text_of = text_of
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._stops.is_found
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were written."""
+        return len(self._tokens)
+
+    def write(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[str]:
+        """New text: `ReasoningText` of transformers for thoughts, else a `str`.
+
+        Tokens after the one that completes a stop string are left out.
+
+        Args:
+            tokens: New ones.
+            logprobs: Theirs, if there are any.
+        """
+        text = ""
+        for index, token in enumerate(tokens):
+            if self.is_stopped:
+                break
+            self._tokens.append(token)
+            if self._text_of is not None:
+                found = logprobs[index]
+                top = [(self._text_of(each), value) for each, value in found.top]
+                self._logprobs.append(Logprob(self._text_of(token), found.logprob, top, self._num_decoded))
+            decoded = self._stream.step(self._tokenizer._tokenizer, token) or ""
+            self._num_decoded += len(decoded)
+            text += self._stops.passed(decoded)
+        return self._parsed(text)
+
+    def finish(self) -> list[str]:
+        """What was held back: a character without its last bytes, and what might have become a stop string."""
+        text = ""
+        if not self.is_stopped:
+            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=self._skips_special)
+            text = self._stops.passed(whole[self._num_decoded :]) + self._stops.rest()
+        pieces = self._parsed(text)
+        if not self.is_stopped:
+            self._num_passed += 1  # past the tokens at the end that have no text, such as the end token
+        if self._parser is not None:
+            try:
+                pieces += response_events_to_chunks(self._parser.finalize()[1])
+            except (ValueError, RuntimeError):
+                pass  # the answer ends within a structured part, whose text has not been written
+        return pieces
+
+    def taken_logprobs(self) -> list[Logprob] | None:
+        """Those of tokens whose text has been passed on since the last time; `None` if there are none to come."""
+        if self._text_of is None:
+            return None
+        end = self._num_passed
+        taken = [each for each in self._logprobs if each.begin < end]
+        self._logprobs = self._logprobs[len(taken) :]
+        return taken
+
+    def _parsed(self, text: str) -> list[str]:
+        self._num_passed += len(text)
+        if self._parser is None:
+            return [text] if text else []
+        return response_events_to_chunks(self._parser.feed(text)) if text else []
