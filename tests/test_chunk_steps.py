@@ -149,6 +149,18 @@ def test_kernels_serve_chunks_only_in_half_precision() -> None:
     )
 
 
+@CUDA_ONLY
+def test_the_kernel_refuses_what_it_does_not_serve() -> None:
+    case = Case(PRESETS["int8"], 64, torch.float32, 2, 50, (300,), None, 2, capacity=384)
+    planes = [clone(filled(case, side), "cuda").tensors() for side in (0, 1)]
+    query, key, value, held = (x.cuda() for x in (queries(case), *own_of(case), case.lengths_tensor()))
+    rest = (None, None, None, 0.125, 0.0, None, None, False, case.layout.packed)
+    with pytest.raises(
+        (ValueError, RuntimeError), match="attend_chunk: `query` must be of a chunk that the kernel serves"
+    ):
+        torch_ops.attend_chunk.default(query, key, value, *planes, held, *rest)
+
+
 def test_the_largest_step() -> None:
     int8, none = KVFormat("int8"), KVFormat("none")
     assert ops.largest_step(KVLayout(int8, none)) == ops.largest_step(KVLayout(none, int8)) == LARGEST

@@ -8,12 +8,12 @@ of 256, the divergence of `int4` falls to a fifth (docs/presets.md).
 Every query of a chunk sees every token before it. So the op for those is told that all queries are heads of a single
 token, the last one before the chunk. ALiBi then counts distances from there. What is missing is the same for all tokens
 that a query sees, so it is added to their log-sum-exp, by which both parts are merged. `operands.py` puts the parts
-together.
+together. A kernel for Hopper does all of this at once (csrc/cuda/chunk/): on an H200 the two parts take 1.04 to 1.26
+times as long (torch 2.11, 2026-11).
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -88,7 +88,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, softmax_scale: fl
         and value.shape[3] == head_dim
         and head_dim % 8 == 0
         and head_dim <= 256
-        and _has_flash_attention(query.device)
+        and _has_flash_attention(query.device.index)
     )
     if not is_served:
         return None
@@ -98,7 +98,8 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, softmax_scale: fl
     return out.transpose(1, 2).contiguous(), lse
 
 
-@functools.cache
-def _has_flash_attention(device: torch.device) -> bool:
-    """Whether the GPU and the build of PyTorch have flash attention."""
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+# The compiler cannot trace this check. It may take the result for a constant, since the GPU stays the same.
+@torch.compiler.assume_constant_result
+def _has_flash_attention(index: int) -> bool:
+    """Whether a GPU and the build of PyTorch have flash attention."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(index) >= (8, 0)

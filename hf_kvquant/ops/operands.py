@@ -188,9 +188,9 @@ class Operands:
         Returns:
             As `decode`.
         """
-        if self._serves_chunk is not None and self._serves_chunk(
-            query, *new, *self._planes, lengths, self.layout.packed, page_table
-        ):
+        # A compiled graph cannot depend on what the op answers.
+        serves = None if torch.compiler.is_compiling() else self._serves_chunk
+        if serves is not None and serves(query, *new, *self._planes, lengths, self.layout.packed, page_table):
             sinks, alibi_slopes = (None if x is None else x.float() for x in (sinks, alibi_slopes))
             result: tuple[Tensor, Tensor] = torch_ops.attend_chunk.default(
                 query,
