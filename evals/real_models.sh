@@ -53,7 +53,7 @@ start fidelity windows $generate --mode simulated --chunk 1 --preset int4-token:
 start fidelity long $long --mode simulated --chunk 1 --preset int4-token --preset int4-channel --preset int4 \
     --preset int4:4+124
 start fidelity generate_calibrated $generate $one_by_one $calibrated
-start fidelity chunks_calibrated $chunks $calibrated
+start fidelity chunks $chunks
 start recipes generate $generate
 start recipes steps --window 2048 --tokens "${TOKENS:-4088}"
 start recipes long $long --recipes quanto-4

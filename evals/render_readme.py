@@ -54,7 +54,7 @@ BATCHING_PICTURE = RESULTS / "batching.svg"
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
 FILES = ("fidelity", "tasks", "cpu_decode", "decode", "generate", "families", "recipes", "recipes_real")
-FILES += ("real_generate", "real_generate_calibrated", "real_chunks_calibrated", "real_windows", "real_long")
+FILES += ("real_generate", "real_generate_calibrated", "real_chunks", "real_windows", "real_long")
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
 OPTIONAL_FILES += (

@@ -38,7 +38,7 @@ def measured_presets(files: Files) -> dict[str, Any]:
 def preset_table(files: Files) -> str:
     """Every preset: its bits, and its distance from the unquantised cache in each way of reading."""
     headings = ["preset", "bits per value", "same next token", "perplexity", "KL, nats per token", "99 %"]
-    headings += ["KL, calibrated", "in chunks, calibrated"]
+    headings += ["KL, calibrated", "KL, in chunks"]
     rows = []
     for preset, row in measured_presets(files).items():
         if preset == UNQUANTIZED:
@@ -46,7 +46,7 @@ def preset_table(files: Files) -> str:
         cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['agreement']:.1%}"]
         cells += [f"{row['perplexity']:.2f} ({row['perplexity_change']:+.2%})", scientific(row["kld"])]
         cells += [f"{row['kld_p99']:.2g}"]
-        names = ("real_generate_calibrated", "real_chunks_calibrated")
+        names = ("real_generate_calibrated", "real_chunks")
         rows.append([*cells, *(kld_in(files[name], preset) for name in names)])
     return markdown_table(headings, rows)
 
@@ -59,13 +59,14 @@ def reads(results: Mapping[str, Any]) -> str:
 
 def caption(files: Files) -> str:
     """What was measured, on what and when."""
-    results, chunks = files["real_generate"], files["real_chunks_calibrated"]
+    results, chunks = files["real_generate"], files["real_chunks"]
     return (
         f"{MODEL} (`evals/real_model/`) in {results['dtype']} on WikiText-2, compared with the unquantised "
         f"cache: {reads(results)} ({results['scored_tokens']:,} tokens, perplexity "
         f"{results['reference_perplexity']:.2f}). Its head_dim is 64, so bits are a little higher than with 128. "
         f"Calibrated: smoothed on other text. In chunks: {chunks['chunk']} tokens at a time from the first one on, "
-        f"windows of {chunks['window']:,}. {results.get('gpu', results['cpu'])}, {results['date'][:10]}, "
+        f"windows of {chunks['window']:,} ({chunks['scored_tokens']:,} tokens, on {chunks.get('gpu', 'a CPU')}). "
+        f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, "
         "`evals/results/real_generate.json` and files beside it."
     )
 
