@@ -149,6 +149,15 @@ def test_kernels_serve_chunks_only_in_half_precision() -> None:
     )
 
 
+def test_queries_with_gradients_are_refused(device: str) -> None:
+    case = Case(PRESETS["int8"], 64, torch.bfloat16, 2, 50, (300,), None, 2, capacity=384)
+    planes = [clone(filled(case, side), device) for side in (0, 1)]
+    query, key, value, held = (x.to(device) for x in (queries(case), *own_of(case), case.lengths_tensor()))
+    operands = ops.Operands(planes[0], planes[1], case.layout)
+    with pytest.raises(RuntimeError, match="attention: `query` must not require gradients over a quantised cache"):
+        operands.attend_chunk(query.requires_grad_(), (key, value), held, softmax_scale=0.125)
+
+
 @CUDA_ONLY
 def test_the_kernel_refuses_what_it_does_not_serve() -> None:
     case = Case(PRESETS["int8"], 64, torch.float32, 2, 50, (300,), None, 2, capacity=384)

@@ -139,12 +139,7 @@ class Operands:
             RuntimeError: `query` requires gradients, which kernels do not compute; or, on a GPU, `num_splits` needs
                 more thread blocks than a grid can hold.
         """
-        if query.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "attention: `query` must not require gradients over a quantised cache, got one that does: kernels "
-                "compute none, so those of the model's weights would be wrong. Call the model under torch.no_grad(), "
-                "or train it with use_cache=False."
-            )
+        _check_no_gradients(query)
         key, value = (None, None) if new is None else new
         result: tuple[Tensor, Tensor] = self._decode(
             query,
@@ -187,7 +182,11 @@ class Operands:
 
         Returns:
             As `decode`.
+
+        Raises:
+            RuntimeError: `query` requires gradients.
         """
+        _check_no_gradients(query)
         # A compiled graph cannot depend on what the op answers.
         serves = None if torch.compiler.is_compiling() else self._serves_chunk
         if serves is not None and serves(query, *new, *self._planes, lengths, self.layout.packed, page_table):
@@ -248,6 +247,20 @@ class Operands:
             return result
         options: dict[str, Any] = {"begin": begin, "num_tokens": num_tokens, "dtype": dtype, "num_seen": num_seen}
         return dequantize_reference(*self._reference, lengths=lengths, starts=starts, **options)
+
+
+def _check_no_gradients(query: Tensor) -> None:
+    """Refuse queries whose gradients kernels would lose.
+
+    Raises:
+        RuntimeError: `query` requires gradients.
+    """
+    if query.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "attention: `query` must not require gradients over a quantised cache, got one that does: kernels "
+            "compute none, so those of the model's weights would be wrong. Call the model under torch.no_grad(), "
+            "or train it with use_cache=False."
+        )
 
 
 def new_counters(device: torch.device) -> Tensor | None:
