@@ -222,7 +222,7 @@ def test_layers_attend_to_chunks_as_they_are(preset: str, q_len: int, is_static:
 def test_layers_that_others_read_have_no_chunks() -> None:
     """Once the first of several layers has attended, the tokens are codes, so the others could not see them raw."""
     store, (query, _, _) = stored_after("int8", 100, 64)
-    store.is_shared = True
+    store.has_chunks = False
     dense = stored_after("int8", 100, 64)[0].dequantize()
     out, _ = store.attend(query, softmax_scale=0.125)
     mask = torch.ones(64, 164, dtype=torch.bool).tril(100)
@@ -233,9 +233,9 @@ def test_layers_that_others_read_have_no_chunks() -> None:
 
 def test_caches_know_which_layers_others_read() -> None:
     cache = KVQuantCache(models.family("gemma3n_text").config, "int8")
-    assert [storage.is_shared for storage in cache.storages] == [True, True]
+    assert [storage.has_chunks for storage in cache.storages] == [False, False]
     cache = KVQuantCache(models.llama().config, "int8")
-    assert not any(storage.is_shared for storage in cache.storages)
+    assert all(storage.has_chunks for storage in cache.storages)
 
 
 @CUDA_ONLY

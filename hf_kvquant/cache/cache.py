@@ -118,7 +118,7 @@ class KVQuantCache(QuantizedCache):
                 continue
             options |= {"name": f"layer {index}", "key_transform": transforms.get(index)}
             layer = new_layer(layer_type, kwargs, quant_config.formats(index), self.notes, offloader, options)
-            layer.storage.is_shared = readers[index] > 1
+            layer.storage.has_chunks = readers[index] == 1
             layers.append(layer)
         if not quantized:
             _log_nothing_to_quantize(tuple(sorted(set(layer_types))))

@@ -77,7 +77,8 @@ class LayerStore:
         self.max_cache_len = max_cache_len
         self.is_static = max_cache_len is not None
         self.window = window
-        self.is_shared = False  # whether other layers attend to these tokens, too, once they are written
+        # Whether many new tokens are a chunk. Not where other layers attend to them, too, once they are written.
+        self.has_chunks = True
         self.masked_window = 0  # of a model that computes attention itself; the cache then keeps all tokens (GPT-Neo)
         self.layout = KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
         alignment = self.layout.token_alignment
@@ -342,7 +343,7 @@ class LayerStore:
         Args:
             sliding_window: Positions visible to a query, itself included; 0 for all.
         """
-        return sys.maxsize if self.is_shared else ops.largest_step(self.layout, sliding_window)
+        return ops.largest_step(self.layout, sliding_window) if self.has_chunks else sys.maxsize
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Dense keys and values in the model's dtype and basis.
