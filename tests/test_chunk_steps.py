@@ -16,7 +16,7 @@ import torch
 from cases import Case, clone, filled, make_transform, queries, tokens
 from checks import run_decode
 from compare import assert_close, assert_same, assert_same_planes
-from test_chunks import CUDA_ONLY, extras_for, variants
+from test_chunks import CUDA_ONLY, cases_of, variants
 from torch import Tensor
 
 from hf_kvquant import KVQuantCache, ops
@@ -51,13 +51,8 @@ def way(request: pytest.FixtureRequest, engine: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.sanitize
 @variants
 def test_chunks_match_the_reference(engine: str, way: str, formats: tuple[KVFormat, KVFormat]) -> None:
-    for i, (q_len, num_q_per_kv) in enumerate([(128, 1), (33, 4), (150, 2), (40, 5), (129, 1)]):
-        head_dim = 64 if formats[0].group_size or formats[1].group_size else (128, 64, 96)[i % 3]
-        name = ("none", "softcap", "sinks", "alibi_slopes", "all")[i]
-        lengths, starts = (q_len, q_len + 37, 512), (0, min(q_len, 130), 65) if i % 2 else None
-        dtype = (torch.bfloat16, torch.float16)[i % 2]
-        case = Case(formats, head_dim, dtype, num_q_per_kv, q_len, lengths, starts, 1, capacity=512)
-        run_decode(engine, case, own=own_of(case), **extras_for(case, name))
+    for case, extras in cases_of(formats, [(128, 1), (33, 4), (150, 2), (40, 5), (129, 1)]):
+        run_decode(engine, case, own=own_of(case), **extras)
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel", "fp8"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -68,18 +68,26 @@ def exact_and_torch(case: Case, query: Tensor, planes: Sequence[Planes]) -> tupl
     return exact, torch_out.transpose(1, 2)
 
 
-@pytest.mark.sanitize
-@variants
-def test_chunks_match_the_reference(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
-    """Chunks that fill tiles of rows or not, over several tiles of tokens, with padding and unequal lengths."""
-    for i, (q_len, num_q_per_kv) in enumerate([(128, 1), (33, 4), (129, 1), (130, 2), (40, 5)]):
+def cases_of(
+    formats: tuple[KVFormat, KVFormat], shapes: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """One case for each number of new tokens and of query heads per key-value head, and what changes its scores."""
+    for i, (q_len, num_q_per_kv) in enumerate(shapes):
         head_dim = 64 if formats[0].group_size or formats[1].group_size else (128, 64, 96)[i % 3]
         name = ("none", "softcap", "sinks", "alibi_slopes", "all")[i]
         lengths, starts = (q_len, q_len + 37, 512), (0, min(q_len, 130), 65) if i % 2 else None
         dtype = (torch.bfloat16, torch.float16)[i % 2]
         case = Case(formats, head_dim, dtype, num_q_per_kv, q_len, lengths, starts, 1, capacity=512)
-        window = (0, 40, 300)[i % 3]
-        run_decode(engine, case, sliding_window=window, num_splits=(0, 1, 3)[i % 3], **extras_for(case, name))
+        yield case, extras_for(case, name)
+
+
+@pytest.mark.sanitize
+@variants
+def test_chunks_match_the_reference(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
+    """Chunks that fill tiles of rows or not, over several tiles of tokens, with padding and unequal lengths."""
+    shapes = [(128, 1), (33, 4), (129, 1), (130, 2), (40, 5)]
+    for i, (case, extras) in enumerate(cases_of(formats, shapes)):
+        run_decode(engine, case, sliding_window=(0, 40, 300)[i % 3], num_splits=(0, 1, 3)[i % 3], **extras)
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel"])
