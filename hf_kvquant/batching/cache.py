@@ -318,13 +318,44 @@ class PageMemory(PagedAttentionMemoryHandler):
         return checked
 
 
+def sector_of(allocator: PageAllocator, states: StateLayout | None) -> tuple[int, int]:
+    """Bytes of a sector, and of a slot for states in it; 0 if no layer has a state."""
+    if states is None:
+        return math.lcm(allocator.bytes_per_block, PART_ALIGNMENT), 0
+    return states.sector(allocator.bytes_per_block)
+
+
+def check_room(layers: Mapping[int, PagedLayer], states: StateLayout, num_blocks: int, *, is_given: bool) -> None:
+    """Refuse memory that is too small for the states of one request and a page of its tokens.
+
+    Args:
+        layers: See `PagedCache`.
+        states: Likewise.
+        num_blocks: Memory, in blocks of pages.
+        is_given: Whether the user has set it.
+
+    Raises:
+        ValueError: It is too small.
+    """
+    allocator = PageAllocator(layers, allow_block_sharing=False)
+    blocks_per_sector = sector_of(allocator, states)[0] // allocator.bytes_per_block
+    least = (1 + -(-(1 + allocator.num_tails) // blocks_per_sector)) * blocks_per_sector
+    # transformers rounds what is given up to sectors.
+    if num_blocks <= least - blocks_per_sector:
+        remedy = "Set a larger one" if is_given else "Leave more memory free, raise `max_memory_percent`"
+        raise ValueError(
+            f"continuous batching: `num_blocks` must be at least {least}, since the states of a request take as much "
+            f"memory as {blocks_per_sector} of them, got {num_blocks}. {remedy}, or set a smaller `page_size`."
+        )
+
+
 class PagedCache(PagedAttentionCache):
     """A `PagedAttentionCache` whose pages hold codes.
 
     Args:
         config: Of the text model.
         continuous_batching_config: Resolved.
-        layers: All layers of the model, by index.
+        layers: All layers of the model that have keys and values, by index.
         device: Of the pages.
         supports_logits_to_keep: Whether the model computes only the logits that are sampled from.
         ranks: The ranks of tensor parallelism. All of them get as many pages as the one with the fewest.
@@ -337,6 +368,7 @@ class PagedCache(PagedAttentionCache):
 
     Raises:
         MemoryError, ValueError: Raised by transformers if the cache does not fit into memory.
+        ValueError: See `check_room`.
     """
 
     def __init__(
@@ -358,10 +390,9 @@ class PagedCache(PagedAttentionCache):
         self.counters = ops.new_counters(torch.device(device))
         self.cache_allocators: dict[str, CacheAllocator] = {FULL_ATTENTION: allocator}
         self.layer_to_allocator = dict.fromkeys(layers, allocator)
-        self.bytes_per_sector = math.lcm(allocator.bytes_per_block, PART_ALIGNMENT)
+        self.bytes_per_sector, bytes_per_slot = sector_of(allocator, states)
         self.states: StateAllocator | None = None
         if states is not None:
-            self.bytes_per_sector, bytes_per_slot = states.sector(allocator.bytes_per_block)
             self.states = self.cache_allocators[STATES] = StateAllocator(1, states, bytes_per_slot)
         blocks_per_sector = self.bytes_per_sector // allocator.bytes_per_block
         self.tokens_per_sector = blocks_per_sector * allocator.tokens_per_page
@@ -377,6 +408,10 @@ class PagedCache(PagedAttentionCache):
             model_supports_logits_to_keep=supports_logits_to_keep,
         ).infer_max_batch_tokens_and_num_sectors()
         self.max_batch_tokens, self.num_sectors = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device)).tolist()
+        self.num_blocks = self.num_sectors * blocks_per_sector
+        if states is not None:
+            is_given = continuous_batching_config.num_blocks is not None
+            check_room(layers, states, self.num_blocks, is_given=is_given)
         # Zeros, since kernels read whole tiles: see `KVFormat.allocate`. The first two sectors are transformers' trash.
         num_bytes = self.num_sectors * self.bytes_per_sector
         self.cache_tensor = torch.zeros(num_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
@@ -385,7 +420,6 @@ class PagedCache(PagedAttentionCache):
             each.register_cache_tensor(self.bytes_per_sector, num_bytes, self.cache_tensor, self.pool)
         # Who takes over pages of a prefix would need the states at its end. Forks have a copy of these.
         self.use_prefix_sharing = self.allow_block_sharing and states is None
-        self.num_blocks = self.num_sectors * blocks_per_sector
         # Nothing is gathered before it is attended to, so a batch may read any number of tokens, none of them through
         # the index that transformers would keep for this many.
         self.read_cache_limit, self.max_tokens_read = 0, 1
@@ -402,6 +436,11 @@ class PagedCache(PagedAttentionCache):
             num_blocks -= self.bytes_per_sector // self.allocator.bytes_per_block
         room: int = num_blocks * self.allocator.tokens_per_page
         return room
+
+    @property
+    def pages_of_a_state(self) -> float:
+        """Blocks of pages that take as much memory as the slot of a request; 0 if no layer has a state."""
+        return 0.0 if self.states is None else self.states.bytes_per_block / self.allocator.bytes_per_block
 
     @property
     def most_requests(self) -> int | None:

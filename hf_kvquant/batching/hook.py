@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..state import notes_on
+from ..upstream.releases import HAS_PAGES
 from .settings import check_settings, complete, is_alike
 from .support import WHERE, check_version
 
@@ -105,6 +106,11 @@ def close(model: PreTrainedModel) -> None:
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         destroy: Any = model.destroy_cached_continuous_batching_manager
         destroy()
+    if HAS_PAGES:
+        # Of a manager that was dropped without being stopped. Not at the top, see `init_continuous_batching`.
+        from .state_layers import unwrap
+
+        unwrap(model.modules())
 
 
 def _manager_of(model: PreTrainedModel) -> Any:

@@ -29,13 +29,13 @@ from ..models.text_config import text_config_of
 from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
-from .cache import PagedCache, PagedLayer
+from .cache import PagedCache, PagedLayer, check_room
 from .runner import Runner, inputs_of, max_blocks_of, settle_graphs
 from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
 from .state_layers import unwrap, wrap
 from .states import add_lengths, known_types
-from .support import WHERE, check_served, pages_of
+from .support import WHERE, check_served, pages_of, tell_nothing_is_shared
 
 
 class Processor(ContinuousBatchProcessor):
@@ -232,6 +232,12 @@ class Manager(ContinuousBatchingManager):
         self._layers: Mapping[int, PagedLayer] = {
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
+        if self._state_layers is not None:
+            states, num_blocks = self._state_layers.layout, continuous_batching_config.num_blocks
+            if num_blocks is not None:
+                check_room(self._layers, states, num_blocks, is_given=True)
+            if continuous_batching_config.allow_block_sharing:
+                tell_nothing_is_shared(type(model).__name__)
         resolved = copy.copy(continuous_batching_config)
         resolved.page_size = next(iter(pages.values())).num_tokens
         settle_graphs(resolved, model.device, can_capture=why_not_captured(model) is None)

@@ -173,6 +173,7 @@ def _forward(module: Any, before: Callable[..., Any] | None, *args: Any, **kwarg
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     # What says how the batch is packed is not for a batch of another shape.
     kwargs = {name: value for name, value in kwargs.items() if name not in OF_BATCHES and name != "hidden_states"}
+    assert cache.states is not None
     planes = cache.states.planes[module.layer_idx]
     num_tokens, results = hidden.shape[1], []
     for group in cache.groups:

@@ -83,6 +83,20 @@ class Generation:
         """Tokens that one request can have, prompt included."""
         return min(self.num_tokens, self.num_positions or self.num_tokens)
 
+    @property
+    def size(self) -> str:
+        """What the cache has room for, in words."""
+        cache = self.processor.cache
+        size = f"{self.num_tokens:,} tokens of cache, up to {self.room:,} for each request"
+        if cache.states is None:
+            return size
+        share, num_bytes = cache.pages_of_a_state, cache.states.layout.num_bytes
+        return (
+            f"{size}; {cache.num_blocks:,} pages of {cache.allocator.tokens_per_page} tokens, which the states of "
+            f"requests share ({num_bytes / 1e6:,.1f} MB each, as much as {share:.2g} pages), up to "
+            f"{cache.most_requests:,} requests at once"
+        )
+
     def is_alive(self) -> bool:
         """Whether requests are being served."""
         return self.manager.background_thread_status.fatal_error is None and self.manager.is_running()
@@ -124,7 +138,10 @@ class Generation:
         metrics.gauge("cache_tokens", "Tokens of running requests in pages; shared ones count for each.", num_held)
         metrics.gauge("cache_room_tokens", "Tokens that all pages have room for.", lambda: self.num_tokens)
         metrics.gauge("cache_pages_used", "Pages of running requests.", num_used_pages)
-        metrics.gauge("cache_pages", "All pages.", lambda: cache.num_sectors)
+        metrics.gauge("cache_pages", "All pages.", lambda: cache.num_blocks)
+        states = cache.states
+        if states is not None:
+            metrics.gauge("cache_states_used", "States of running requests.", lambda: len(states.block_table))
 
     def new_tokens(self, num_prompt: int, wanted: int | None) -> int:
         """How many tokens an answer may have.
