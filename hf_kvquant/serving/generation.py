@@ -92,8 +92,8 @@ class Generation:
             return size
         share, num_bytes = cache.pages_of_a_state, cache.states.layout.num_bytes
         return (
-            f"{size}; {cache.num_blocks:,} pages of {cache.allocator.tokens_per_page} tokens, which the states of "
-            f"requests share ({num_bytes / 1e6:,.1f} MB each, as much as {share:.2g} pages), up to "
+            f"{size}; {cache.num_blocks:,} pages of {cache.allocator.tokens_per_page} tokens, in whose memory are "
+            f"states, too: {num_bytes / 1e6:,.2f} MB for each request, as much as {share:,.2f} pages, and up to "
             f"{cache.most_requests:,} requests at once"
         )
 
@@ -139,9 +139,10 @@ class Generation:
         metrics.gauge("cache_room_tokens", "Tokens that all pages have room for.", lambda: self.num_tokens)
         metrics.gauge("cache_pages_used", "Pages of running requests.", num_used_pages)
         metrics.gauge("cache_pages", "All pages.", lambda: cache.num_blocks)
-        states = cache.states
-        if states is not None:
-            metrics.gauge("cache_states_used", "States of running requests.", lambda: len(states.block_table))
+        states, most = cache.states, cache.most_requests or 0
+        held: Any = {} if states is None else states.block_table
+        metrics.gauge("cache_states_used", "States of running requests, in models that keep some.", lambda: len(held))
+        metrics.gauge("cache_states", "Requests that may run at once, in models with states; else 0.", lambda: most)
 
     def new_tokens(self, num_prompt: int, wanted: int | None) -> int:
         """How many tokens an answer may have.
