@@ -18,31 +18,31 @@ from waiting import next_result, until
 
 from hf_kvquant import patched
 from hf_kvquant.batching import support
-from hf_kvquant.upstream.releases import CACHE, DO_MODELS_UPDATE_PAGES, HAS_PAGES
+from hf_kvquant.upstream.releases import CACHE, DO_MODELS_UPDATE_PAGES
 
-if HAS_PAGES:
-    from test_batching import (
-        K4V2,
-        PAGE,
-        PROMPTS,
-        Steps,
-        alone,
-        answers,
-        batched,
-        check_nothing_leaks,
-        generation,
-        managed,
-        settings,
-        text,
-        with_tables,
-    )
-    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+if not DO_MODELS_UPDATE_PAGES:
+    pytest.skip("states need transformers 5.24", allow_module_level=True)
 
-    from hf_kvquant.batching.batch import Group, Request, groups_of
-    from hf_kvquant.batching.state_layers import StateLayers, StateProbe, unwrap, why_not_grouped, wrap
-    from hf_kvquant.batching.states import STATES, GroupLayer, StateLayout, StatePart, add_lengths
+from test_batching import (
+    K4V2,
+    PAGE,
+    PROMPTS,
+    Steps,
+    alone,
+    answers,
+    batched,
+    check_nothing_leaks,
+    generation,
+    managed,
+    settings,
+    text,
+    with_tables,
+)
+from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 
-pytestmark = pytest.mark.skipif(not DO_MODELS_UPDATE_PAGES, reason="states need transformers 5.24")
+from hf_kvquant.batching.batch import Group, Request, groups_of
+from hf_kvquant.batching.state_layers import StateLayers, StateProbe, unwrap, why_not_grouped, wrap
+from hf_kvquant.batching.states import STATES, GroupLayer, StateLayout, StatePart, add_lengths
 
 # A gated delta rule, a convolution alone, Mamba-2, and states beside keys in one layer, with modules that layers share.
 KINDS = ["qwen3_next", "lfm2", "bamba", "zamba2"]
@@ -486,6 +486,17 @@ def test_memory_that_is_left_and_holds_no_request_is_refused(monkeypatch: pytest
         with pytest.raises(ValueError, match=re.escape(message)):
             manager.warmup()
         manager.destroy()
+
+
+def test_layers_that_keep_their_states_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.family("qwen3_next")
+    kind = type(model.model.layers[0].linear_attn)
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states, cache=None, **kwargs: hidden_states)
+    message = "Qwen3NextForCausalLM asks its cache for the states of layers [], not of [0]. Use generate"
+    check_refused(model, message)
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states, cache=None, **kwargs: cache.own_state)
+    message = "Qwen3NextForCausalLM asks its cache for `own_state`, which caches of batches do not have. Use generate"
+    check_refused(model, message)
 
 
 class Layer(torch.nn.Module):

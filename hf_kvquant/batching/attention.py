@@ -43,6 +43,10 @@ def paged_name(prev: str) -> str:
     return name
 
 
+class UnknownCall(AttributeError):
+    """A model asks for something that caches of batches do not have. The message is the end of a sentence."""
+
+
 class Probe(PagedAttentionCache):
     """Stands for a cache while a model is looked at.
 
@@ -75,7 +79,7 @@ class Probe(PagedAttentionCache):
         """What layers with a state call, which `states` answers."""
         states = self.__dict__.get("states")
         if states is None or name not in OF_STATES:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+            raise UnknownCall(f"asks its cache for `{name}`, which caches of batches do not have")
         return functools.partial(states.ask, name)
 
 
@@ -92,10 +96,11 @@ def calls_of_a_token(model: Any, prev: str) -> tuple[list[Call], StateLayers | N
     name = f"{paged_name(prev)}-probe"
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, functools.partial(_note_shapes, prev=prev))
-    has_states = bool(STATE_TYPES & set(layers_of(text_config_of(model))[0]))
+    types, _ = layers_of(text_config_of(model))
+    with_states = [index for index, each in enumerate(types) if each in STATE_TYPES]
 
     def run(position: int) -> tuple[Probe, Tensor]:
-        states = StateProbe(whole_cache(model)) if has_states else None
+        states = StateProbe(whole_cache(model)) if with_states else None
         probe = Probe(states)
         with contextlib.nullcontext() if states is None else states.watching(model):
             ids = {"input_ids": token, "position_ids": token + position}
@@ -110,7 +115,9 @@ def calls_of_a_token(model: Any, prev: str) -> tuple[list[Call], StateLayers | N
             if probe.is_counted:
                 _check_positions(model, logits, run(1)[1])
             layers = None if probe.states is None else probe.states.found()
-            why_not = None if layers is None else layers.why_not or why_not_grouped(layers)
+            why_not = None if layers is None else layers.why_not_at(with_states) or why_not_grouped(layers)
+    except UnknownCall as error:
+        why_not = str(error)
     finally:
         set_attention(model, before)
     if why_not is not None:

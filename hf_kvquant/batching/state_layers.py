@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,12 @@ class StateLayers:
     modules: Mapping[int, nn.Module]
     inputs: Tensor | None
     why_not: str | None
+
+    def why_not_at(self, indices: Sequence[int]) -> str | None:
+        """`why_not`, or that these layers are not those of which the model asks for states."""
+        if sorted(self.modules) != list(indices):
+            return f"asks its cache for the states of layers {sorted(self.modules)}, not of {list(indices)}"
+        return self.why_not
 
 
 class StateProbe:
