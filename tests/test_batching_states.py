@@ -214,6 +214,50 @@ def test_the_text_of_vision_models(name: str) -> None:
             assert answers(manager, PROMPTS) == expected
 
 
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("options", [{}, {"use_async_batching": False}, {"use_cuda_graph": False}], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "olmo_hybrid", "lfm2", "bamba", "falcon_h1", "zamba2"])
+def test_captured_and_asynchronous_steps(name: str, options: Any) -> None:
+    """Requests come and go, so captured steps find other slots in the same table."""
+    model = models.on("cuda", long(name))
+    prompts = [*PROMPTS, text(PAGE - 4), text(70, seed=1)]
+    with patched(model, "int8"):
+        expected = [alone(model, prompt, 12) for prompt in prompts]
+        with managed(model, 12, num_blocks=24, max_batch_tokens=256, **options) as manager:
+            assert [answers(manager, prompts) for _ in range(2)] == [expected] * 2
+
+
+@on_a_gpu
+@pytest.mark.parametrize("use_async_batching", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_requests_that_starve_on_a_gpu(name: str, use_async_batching: bool) -> None:
+    """Those that a step moves on begin again, so keys are as they are: they attend to each other as a prompt does."""
+    model = models.on("cuda", long(name))
+    prompts = [text(PAGE - 4 - i, seed=i) for i in range(4)]
+    with patched(model, "none"):
+        expected = [alone(model, prompt, 60) for prompt in prompts]
+        options = {"cpu_offload_space": 0.01, "use_async_batching": use_async_batching}
+        with managed(model, 60, num_blocks=scarce(model), max_batch_tokens=1024, **options) as manager:
+            assert answers(manager, prompts) == expected
+
+
+@on_a_gpu
+def test_forks_on_a_gpu() -> None:
+    """The first step of a manager is launched before the requests of the step before it are forked."""
+    model = models.on("cuda", long("qwen3_5_text"))
+    with patched(model, "none"):
+        expected = [alone(model, prompt, 8) for prompt in (text(40), [8])]
+        options = generation(8, num_return_sequences=3, do_sample=True, top_k=1)
+        outputs = model.generate_batch([text(40), [8]], options, settings(num_blocks=24))
+        answered = [output.generated_tokens for output in outputs.values()]
+        assert answered == [each for each in expected for _ in range(3)]
+
+
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 
