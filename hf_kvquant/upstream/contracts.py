@@ -158,6 +158,11 @@ CONTRACTS = (
         "self.conv_states self.recurrent_states self.is_conv_states_initialized self.is_recurrent_states_initialized "
         "self.has_previous_state self.conv_kernel_size",
     ),
+    Contract(
+        "batching/manager.py",
+        "transformers.generation.continuous_batching.offloading_manager.OffloadingManager._offload_to_cpu",
+        "victims",
+    ),
     Contract("batching/manager.py", f"{_GENERATE}._supports_logits_to_keep"),
     Contract("batching/settings.py", f"{_GENERATE}._prepare_generation_config", "generation_config"),
     Contract("batching/settings.py", "transformers.GenerationConfig._get_default_generation_params"),
