@@ -44,7 +44,7 @@ from hf_kvquant.ops import MAX_DRAFTED
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.spec.planes import Planes
-from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, with_cache
+from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, HAS_STATES, with_cache
 
 VOCAB_SIZE = 96
 PAD, BOS = 0, 1
@@ -258,7 +258,7 @@ _STATES = {
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "bamba", "granitemoehybrid",
     "nemotron_h", "falcon_h1", "zamba2",
 }  # fmt: skip
-WITH_STATES = [name for name in FAMILIES if name in _STATES and DO_MODELS_UPDATE_PAGES]
+WITH_STATES = [name for name in FAMILIES if name in _STATES and HAS_STATES]
 BATCHED = [name for name in FAMILIES if name in _BATCHED or name in WITH_STATES]
 
 

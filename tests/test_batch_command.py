@@ -23,7 +23,7 @@ from hf_kvquant.jobs import answers
 from hf_kvquant.jobs.lines import Job, parse
 from hf_kvquant.jobs.output import Writer
 from hf_kvquant.jobs.prompts import Request
-from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, HAS_PAGES
+from hf_kvquant.upstream.releases import HAS_PAGES, HAS_STATES
 
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
@@ -104,7 +104,7 @@ def test_answers_are_those_of_generate(preset: str, tmp_path: Path, capsys: pyte
             }
 
 
-@pytest.mark.skipif(not DO_MODELS_UPDATE_PAGES, reason="states need transformers 5.24")
+@pytest.mark.skipif(not HAS_STATES, reason="states need transformers 5.24")
 def test_models_with_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = Batch(models.save(models.family("lfm2"), tmp_path / "model", eos_token="~"), tmp_path, capsys)
     batch.write(*prompts(6))

@@ -18,9 +18,9 @@ from waiting import next_result, until
 
 from hf_kvquant import patched
 from hf_kvquant.batching import support
-from hf_kvquant.upstream.releases import CACHE, DO_MODELS_UPDATE_PAGES
+from hf_kvquant.upstream.releases import CACHE, HAS_STATES
 
-if not DO_MODELS_UPDATE_PAGES:
+if not HAS_STATES:
     pytest.skip("states need transformers 5.24", allow_module_level=True)
 
 from test_batching import (

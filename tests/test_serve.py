@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_kvquant
-from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, HAS_PAGES
+from hf_kvquant.upstream.releases import HAS_PAGES, HAS_STATES
 
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
@@ -348,7 +348,7 @@ def test_health(running: Running) -> None:
 # --- models with states -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not DO_MODELS_UPDATE_PAGES, reason="states need transformers 5.24")
+@pytest.mark.skipif(not HAS_STATES, reason="states need transformers 5.24")
 def test_models_with_states(tmp_path: Path) -> None:
     folder = models.save(models.family("qwen3_next"), tmp_path, eos_token="~")
     own = Alone(folder, "int4-token")

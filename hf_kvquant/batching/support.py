@@ -24,7 +24,7 @@ from ..spec.layout import KVLayout
 from ..spec.pages import PageLayout
 from ..state import patch_of
 from ..upstream.contracts import check_release
-from ..upstream.releases import HAS_PAGES, PAGES_SINCE, VERSION, is_since
+from ..upstream.releases import HAS_PAGES, HAS_STATES, PAGES_SINCE, STATES_SINCE, VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,10 @@ _MOST_TOKENS = 2**30  # of a page that has room for everything
 # takes the pages of all kinds of layers from sectors of the least common multiple of their bytes.
 _PAGED = frozenset(("full_attention", "sliding_attention"))
 
-# Their modules keep a state for each sequence in the cache, alone or beside keys and values. Since 5.24 transformers
-# gives them the cache of a batch by the name that they know.
+# Their modules keep a state for each sequence in the cache, alone or beside keys and values.
 STATE_TYPES = frozenset(("linear_attention", "conv", "hybrid"))
 _WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
 _WITHOUT_CACHE = frozenset(("moe", "mlp"))
-STATES_SINCE = "5.24"
-HAS_STATES = is_since(STATES_SINCE)
 
 # The index of a layer, and the shapes of the keys and values that its attention is called with.
 Call = tuple[int, torch.Size, torch.Size]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import releases
-from .releases import CACHE, DO_MODELS_UPDATE_PAGES, TESTED
+from .releases import CACHE, DO_MODELS_UPDATE_PAGES, HAS_STATES, TESTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +144,12 @@ CONTRACTS = (
     *(
         Contract("batching/state_layers.py", f"transformers.models.{name}.forward", f"hidden_states {CACHE}")
         for name in ("qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet", "lfm2.modeling_lfm2.Lfm2ShortConv")
-        if DO_MODELS_UPDATE_PAGES
+        if HAS_STATES
     ),
     *(
         Contract("batching/state_layers.py", f"transformers.cache_utils.Cache.{name}", "layer_idx")
         for name in ("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state")
-        if DO_MODELS_UPDATE_PAGES
+        if HAS_STATES
     ),
     Contract(
         "batching/states.py",
