@@ -44,7 +44,7 @@ from hf_kvquant.ops import MAX_DRAFTED
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.spec.planes import Planes
-from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, with_cache
+from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, HAS_STATES, with_cache
 
 VOCAB_SIZE = 96
 PAD, BOS = 0, 1
@@ -104,23 +104,23 @@ _SHARED = {
 }
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama"),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
     "qwen3_moe": Family("qwen3_moe", _MOE),
-    "qwen3_next": Family(
-        "qwen3_next",
-        {
-            **_MOE,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "shared_expert_intermediate_size": 32,
-        },
-    ),
+    "qwen3_next": Family("qwen3_next", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 32}),
+    "qwen3_5_text": Family("qwen3_5_text", _LINEAR),
+    "qwen3_5_moe_text": Family("qwen3_5_moe_text", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 32}),
+    "olmo_hybrid": Family("olmo_hybrid", {**_WIDE, **_LINEAR, "head_dim": LEFT_OUT}),
     "mistral": Family("mistral", {"sliding_window": None}),
     "mixtral": Family("mixtral", {**_MOE, "sliding_window": None}),
     "gemma": Family("gemma"),
@@ -159,6 +159,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family("minimax_m2", {**_MOE}),
     "dots1": Family("dots1", {**_MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     "lfm2": Family("lfm2", {**_WIDE, "layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": Family("lfm2_moe", {**_WIDE, **_MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "llama4_text": Family(
         "llama4_text",
         {
@@ -183,6 +184,25 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_head": 2 * HEAD_DIM,
             "mamba_d_state": 4,
             "shared_intermediate_size": 48,
+        },
+    ),
+    # A feed-forward layer counts as a layer.
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            **_WIDE,
+            **_MOE,
+            "layer_types": ["linear_attention", "moe", "full_attention"],
+            "num_hidden_layers": 3,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 4,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
         },
     ),
     # Attention and a state in one layer.
@@ -233,7 +253,13 @@ _BATCHED = {
 }  # fmt: skip
 # Their models pass the cache on since 5.24.
 _BATCHED |= {"stablelm", "nemotron", "gptj", "codegen"} if DO_MODELS_UPDATE_PAGES else set()
-BATCHED = [name for name in FAMILIES if name in _BATCHED]
+# Those that have states, likewise since 5.24.
+_STATES = {
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "bamba", "granitemoehybrid",
+    "nemotron_h", "falcon_h1", "zamba2",
+}  # fmt: skip
+WITH_STATES = [name for name in FAMILIES if name in _STATES and HAS_STATES]
+BATCHED = [name for name in FAMILIES if name in _BATCHED or name in WITH_STATES]
 
 
 # One family for each way to a cache: plain, with key biases, windows and softcaps, sinks, layers that share keys, a

@@ -174,6 +174,12 @@ MUTATIONS = [
             "batching_pages batching",
         ),
         (
+            "        if request.q_len:\n            members[",
+            "        if True:\n            members[",
+            "a prompt of one token that is forked ends the manager",
+            "batching_states",
+        ),
+        (
             "if any(after - before != q_len",
             "if any(after - before < q_len",
             "requests get the tokens of others between them",
@@ -181,7 +187,64 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/batching/states.py",
+        (
+            "if not group.has_past:\n            return",
+            "if False:\n            return",
+            "a new request reads the state that another one left in its slot",
+            "batching_states",
+        ),
+        (
+            "write_slots, state.to(plane.dtype))",
+            "read_slots, state.to(plane.dtype))",
+            "padding writes the state that padding reads",
+            "batching_states",
+        ),
+        (
+            "size = -(-self.num_bytes // bytes_per_block) * bytes_per_block",
+            "size = self.num_bytes // bytes_per_block * bytes_per_block",
+            "the states of a request run into the next sector",
+            "batching_states",
+        ),
+        (
+            "next(n for n in range(most, 0, -1) if units % n == 0)",
+            "most",
+            "slots do not divide a sector",
+            "batching_states",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/state_layers.py",
+        (
+            "if any(torch.equal(outs[0], out) for out in outs[1:]):",
+            "if False:",
+            "a model that forgets its state between chunks is served",
+            "batching_states",
+        ),
+        (
+            "        layer.store()\n",
+            "        pass\n",
+            "states stay as they were",
+            "batching_states",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/manager.py",
+        (
+            "at_rest = [each for each in victims if each",
+            "at_rest = [each for each in victims if True or each",
+            "a state that comes back has taken its last token in twice",
+            "batching_states",
+        ),
+    ),
+    *of(
         "hf_kvquant/batching/cache.py",
+        (
+            "self.allow_block_sharing and states is None",
+            "self.allow_block_sharing",
+            "a request takes over a prefix without its state",
+            "batching_states",
+        ),
         (
             "position * self.bytes_per_page, self.bytes_per_block",
             "0, self.bytes_per_block",
@@ -213,8 +276,8 @@ MUTATIONS = [
             "batching_pages",
         ),
         (
-            "        return noted(key_states, self), value_states",
-            "        return noted(key_states.clone(), self).clone(), value_states",
+            "        return noted(key_states, self, layer_idx), value_states",
+            "        return noted(key_states.clone(), self, layer_idx).clone(), value_states",
             "attention does not learn which pages its keys belong to",
             "batching",
         ),

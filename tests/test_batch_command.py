@@ -23,7 +23,7 @@ from hf_kvquant.jobs import answers
 from hf_kvquant.jobs.lines import Job, parse
 from hf_kvquant.jobs.output import Writer
 from hf_kvquant.jobs.prompts import Request
-from hf_kvquant.upstream.releases import HAS_PAGES
+from hf_kvquant.upstream.releases import HAS_PAGES, HAS_STATES
 
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
@@ -102,6 +102,20 @@ def test_answers_are_those_of_generate(preset: str, tmp_path: Path, capsys: pyte
                 "prompt_tokens": prompt.input_ids.shape[1],
                 "output_tokens": len(ids),
             }
+
+
+@pytest.mark.skipif(not HAS_STATES, reason="states need transformers 5.24")
+def test_models_with_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = Batch(models.save(models.family("lfm2"), tmp_path / "model", eos_token="~"), tmp_path, capsys)
+    batch.write(*prompts(6))
+    code, output, _ = batch.run("--preset", "int8", "--max-new-tokens", "8")
+    assert code == 0 and output.startswith("6 of 6 lines answered")
+    model, tokenizer = load(batch.model, "float32", torch.device("cpu"))
+    with patched(model, "int8"):
+        for number, line in enumerate(prompts(6), 1):
+            prompt = tokenizer(line["prompt"], return_tensors="pt")
+            ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt.input_ids.shape[1] :]
+            assert batch.lines()[number]["text"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_an_end_token_ends_an_answer(batch: Batch) -> None:

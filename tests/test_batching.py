@@ -41,7 +41,10 @@ PRESETS = ["int8", "k8v4", "int4-token", "int4-g32", "int4-channel", "fp8", "non
 K4V2, INT2 = ({"preset": name, "sink_length": 2, "residual_length": 8} for name in ("k4v2", "int2"))
 PAGE = 128
 # Families with experts.
-MIXTURES = {"qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "phimoe", "minimax_m2", "dots1"}
+MIXTURES = {
+    "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "phimoe", "minimax_m2", "dots1",
+    "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid", "nemotron_h",
+}  # fmt: skip
 # Of one token, shorter than the batch and longer, two alike.
 PROMPTS = [[5, 6, 7], [11], [4, 8] * 15, [5, 6, 7], [9, 3, 40, 41, 7, 8]]
 

@@ -269,16 +269,22 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
     """All methods of ours are theirs, too, but for those that are named here."""
     own = {
         "Manager": {"_restore_attention", "_leave_model"},
-        "Processor": {"_add_if_it_fits", "_taken_with_logprobs", "_end_outgrown", "_wait_for_device", "look_at_model"},
-        "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs"},
-        "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages"},
+        "Processor": {"_add_if_it_fits", "_taken_with_logprobs", "_end_outgrown", "_wait_for_device", "look_at_model"}
+        | {"_offload_without_those_in_flight"},
+        "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs"}
+        | {"_decode_group", "_request_of"},
+        "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages"}
+        | {"pages_of_a_state", "most_requests"},
+        "StateAllocator": {"slot_of", "read_trash_slot", "write_trash_slot"},
         "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "_tokens_alone", "forget_pages"},
         "PageMemory": set(),
     }
     from hf_kvquant.batching.cache import PageMemory
+    from hf_kvquant.batching.states import StateAllocator
 
     pairs = [(type(ours), type(other)) for ours, other in ours_and_theirs()]
-    for ours, other in [*pairs, (PageMemory, theirs.PagedAttentionMemoryHandler)]:
+    more = (PageMemory, theirs.PagedAttentionMemoryHandler), (StateAllocator, theirs.FullAttentionCacheAllocator)
+    for ours, other in [*pairs, *more]:
         for name in vars(ours).keys() - own[ours.__name__]:
             if name.startswith("__"):
                 continue

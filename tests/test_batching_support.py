@@ -18,7 +18,7 @@ from hf_kvquant.batching import support
 from hf_kvquant.batching.support import WHERE
 from hf_kvquant.models import probing
 from hf_kvquant.state import patch_of
-from hf_kvquant.upstream.releases import HAS_PAGES
+from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, HAS_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
@@ -50,8 +50,6 @@ def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("qwen3_next", "Qwen3NextForCausalLM has layers of type ['linear_attention'], which keep no pages."),
-        ("falcon_h1", "FalconH1ForCausalLM has layers of type ['hybrid'], which keep no pages."),
         ("llama4_text", "Llama4ForCausalLM has layers of type ['chunked_attention'], which keep no pages."),
         ("bloom", "BloomForCausalLM does not have the attention implementation that patch sets: it computes attention"),
         ("jetmoe", "every layer of JetMoeForCausalLM must call the attention of transformers' registry once"),
@@ -71,7 +69,9 @@ def test_families_that_are_served() -> None:
             model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig()).destroy()
             served.append(name)
     assert served == models.BATCHED
-    assert f"\n{len(served)} of the model families" in (ROOT / "docs" / "batching.md").read_text(encoding="utf-8")
+    if DO_MODELS_UPDATE_PAGES:  # older releases serve fewer
+        page = (ROOT / "docs" / "batching.md").read_text(encoding="utf-8")
+        assert f"\n{len(served)} of the model families" in page
 
 
 @needs_pages

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_kvquant
-from hf_kvquant.upstream.releases import HAS_PAGES
+from hf_kvquant.upstream.releases import HAS_PAGES, HAS_STATES
 
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
@@ -343,6 +343,28 @@ def test_other_methods_are_refused(running: Running) -> None:
 
 def test_health(running: Running) -> None:
     assert running.http.get("/health").json() == {"status": "ok"}
+
+
+# --- models with states -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS_STATES, reason="states need transformers 5.24")
+def test_models_with_states(tmp_path: Path) -> None:
+    folder = models.save(models.family("qwen3_next"), tmp_path, eos_token="~")
+    own = Alone(folder, "int4-token")
+    prompts = ["a", "once,upon", "once,upon,a,time", "b"]  # the id of a space is that of padding
+    with serving(folder) as running:
+        assert running.generation.size == (
+            "1,920 tokens of cache, up to 128 for each request; 16 pages of 128 tokens, in whose memory are states, "
+            "too: 0.01 MB for each request, as much as 0.33 pages, and up to 12 requests at once"
+        )
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            jobs = [pool.submit(running.complete, prompt=prompt, max_tokens=8) for prompt in prompts]
+            texts = [job.result().json()["choices"][0]["text"] for job in jobs]
+        assert texts == [own(prompt, 8) for prompt in prompts]
+        until(running.is_idle)
+        found = running.metrics()
+        assert (found["cache_states_used"], found["cache_states"], found["cache_pages"]) == (0, 12, 16)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ makes none.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
@@ -27,13 +27,12 @@ from ..attention.registry import (
     set_attention,
     why_not_kernel,
 )
-from ..models.probing import evaluating
+from ..models.layers import layers_of
+from ..models.probing import evaluating, whole_cache
 from ..models.text_config import text_config_of
-from .cache import PagedCache, cache_noted_on, noted
-from .support import WHERE, Call
-
-# What transformers passes through the model besides `cache`. Here `PagedCache.groups` says all of it.
-_OF_BATCHES = frozenset(PagedAttentionArgs.__annotations__)
+from .cache import OF_BATCHES, PagedCache, noted, noted_on
+from .state_layers import OF_STATES, StateLayers, StateProbe, why_not_grouped
+from .support import STATE_TYPES, WHERE, Call
 
 
 def paged_name(prev: str) -> str:
@@ -44,17 +43,26 @@ def paged_name(prev: str) -> str:
     return name
 
 
+class UnknownCall(AttributeError):
+    """A model asks for something that caches of batches do not have. The message is the end of a sentence."""
+
+
 class Probe(PagedAttentionCache):
     """Stands for a cache while a model is looked at.
+
+    Args:
+        states: Notes who asks for states; `None` if no layer has one.
 
     Attributes:
         calls: Of every call of attention, the layer's index, and the shapes of keys and values.
         is_counted: Whether the model has asked how many tokens there are.
+        states: See above.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, states: StateProbe | None = None) -> None:
         self.calls: list[Call] = []
         self.is_counted = False
+        self.states = states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """See `PagedCache.get_seq_length`."""
@@ -65,30 +73,56 @@ class Probe(PagedAttentionCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Pass on to our attention, as `PagedCache.update` does."""
-        return noted(key_states, self), value_states
+        return noted(key_states, self, layer_idx), value_states
+
+    def __getattr__(self, name: str) -> Any:
+        """What layers with a state call, which `states` answers."""
+        states = self.__dict__.get("states")
+        if states is None or name not in OF_STATES:
+            raise UnknownCall(f"asks its cache for `{name}`, which caches of batches do not have")
+        return functools.partial(states.ask, name)
 
 
 @torch.no_grad()
-def calls_of_a_token(model: Any, prev: str) -> list[Call]:
-    """The calls of paged attention that a model would make for one token. The model is left unchanged.
+def calls_of_a_token(model: Any, prev: str) -> tuple[list[Call], StateLayers | None]:
+    """The calls of paged attention that a model would make for one token, and its layers with a state.
 
-    Layers that compute attention elsewhere, do not pass the cache on or change their keys, make none.
+    The model is left unchanged. Layers that compute attention elsewhere, do not pass the cache on or change their keys,
+    make no calls.
+
+    Raises:
+        NotImplementedError: The model counts the tokens of its cache, or steps cannot be packed for its states.
     """
     name = f"{paged_name(prev)}-probe"
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, functools.partial(_note_shapes, prev=prev))
-    before, probe = text_config_of(model)._attn_implementation, Probe()
+    types, _ = layers_of(text_config_of(model))
+    with_states = [index for index, each in enumerate(types) if each in STATE_TYPES]
+
+    def run(position: int) -> tuple[Probe, Tensor]:
+        states = StateProbe(whole_cache(model)) if with_states else None
+        probe = Probe(states)
+        with contextlib.nullcontext() if states is None else states.watching(model):
+            ids = {"input_ids": token, "position_ids": token + position}
+            return probe, model(**ids, use_cache=False, cache=probe).logits
+
+    before = text_config_of(model)._attn_implementation
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     set_attention(model, name)
     try:
         with evaluating(model):
-            logits = model(input_ids=token, position_ids=token, use_cache=False, cache=probe).logits
+            probe, logits = run(0)
             if probe.is_counted:
-                moved = model(input_ids=token, position_ids=token + 1, use_cache=False, cache=Probe()).logits
-                _check_positions(model, logits, moved)
+                _check_positions(model, logits, run(1)[1])
+            layers = None if probe.states is None else probe.states.found()
+            why_not = None if layers is None else layers.why_not_at(with_states) or why_not_grouped(layers)
+    except UnknownCall as error:
+        why_not = str(error)
     finally:
         set_attention(model, before)
-    return probe.calls
+    if why_not is not None:
+        raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why_not}. Use generate, or unpatch the model.")
+    return probe.calls, layers
 
 
 def _check_positions(model: nn.Module, logits: Tensor, moved: Tensor) -> None:
@@ -105,9 +139,12 @@ def _check_positions(model: nn.Module, logits: Tensor, moved: Tensor) -> None:
 
 
 def _note_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, prev: str, **kwargs: Any) -> Any:
-    probe = kwargs.pop("cache", None) or cache_noted_on(key)
+    noted_cache, layer_idx = noted_on(key)
+    probe = kwargs.pop("cache", None) or noted_cache
     if isinstance(probe, Probe):
-        probe.calls.append((module.layer_idx, key.shape, value.shape))
+        probe.calls.append((module.layer_idx if layer_idx is None else layer_idx, key.shape, value.shape))
+        if probe.states is not None:
+            probe.states.note_attention()
     return call_previous(prev, module, query, key, value, mask, **kwargs)
 
 
@@ -145,13 +182,14 @@ def paged_attention(
         NotImplementedError: The model asks for something that attention over codes does not support.
         RuntimeError: `cache` is not ours: the model was called while its attention is that of a manager.
     """
-    cache = cache or cache_noted_on(key)
+    noted_cache, layer_idx = noted_on(key)
+    cache = cache or noted_cache
     if not isinstance(cache, PagedCache):
         raise RuntimeError(
             f"continuous batching: `cache` must be the pages of a manager, got {type(cache).__name__}. Use the "
             "manager, or stop it before calling the model or generate."
         )
-    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_BATCHES}
+    kwargs = {name: value for name, value in kwargs.items() if name not in OF_BATCHES}
     check_request(module, kwargs)
     reason = why_not_kernel(prev, module, query, attention_mask, True, dropout, kwargs)
     if reason is not None:
@@ -160,12 +198,13 @@ def paged_attention(
             "Use generate, or unpatch the model."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    operands = cache.allocator.operands[module.layer_idx]
+    layer_idx = module.layer_idx if layer_idx is None else layer_idx
+    operands = cache.allocator.operands[layer_idx]
     num_tokens = query.shape[2]
     results = []
     for group in cache.groups:
         own_query, own_key, own_value = (group.take(x) for x in (query, key, value))
-        page_table = cache.allocator.page_table_of(module.layer_idx, group.page_table)
+        page_table = cache.allocator.page_table_of(layer_idx, group.page_table)
         held: dict[str, Any] = {"lengths": group.lengths, "page_table": page_table}
         if group.has_past:
             options = {"softmax_scale": scale, **options_of(prev, kwargs)}

@@ -20,11 +20,13 @@ class Request:
         past: Tokens that the cache holds already.
         q_len: New tokens.
         pages: `[pages]` int32 on the host: numbers of its pages, with room for all of these.
+        slot: Number of its slot for states; `None` if no layer has a state.
     """
 
     past: int
     q_len: int
     pages: Tensor
+    slot: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Group:
         lengths: `[requests]` int32: tokens held, the new ones included.
         has_past: Whether tokens from earlier forwards are attended to.
         split_plan: How a GPU deals them to its thread blocks: see `ops.split_plan`; `None` where it decides by itself.
+        read_slots: `[requests]` int64: slots from which their states are read; `None` if no layer has a state.
+        write_slots: Likewise, to which they are written. Others for padding alone: see `StateAllocator`.
     """
 
     tokens: slice | Tensor
@@ -46,6 +50,8 @@ class Group:
     lengths: Tensor
     has_past: bool
     split_plan: Tensor | None = None
+    read_slots: Tensor | None = None
+    write_slots: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
         """Its part of `[1, heads, tokens, head_dim]`, as `[requests, heads, q_len, head_dim]`."""
@@ -54,11 +60,15 @@ class Group:
 
 
 def groups_of(requests: Iterable[Request], device: torch.device) -> list[Group]:
-    """Split the requests of a forward, given in the order of their tokens, into groups."""
+    """Split the requests of a forward, given in the order of their tokens, into groups.
+
+    A request may have no new token: transformers computes a prompt that is forked without its last one.
+    """
     members: dict[tuple[int, bool], list[tuple[int, Request]]] = defaultdict(list)
     begin = 0
     for request in requests:
-        members[request.q_len, request.past > 0].append((begin, request))
+        if request.q_len:
+            members[request.q_len, request.past > 0].append((begin, request))
         begin += request.q_len
     return [_group_of(each, device) for each in members.values()]
 
@@ -71,10 +81,15 @@ def _group_of(members: list[tuple[int, Request]], device: torch.device) -> Group
     if any(after - before != q_len for before, after in itertools.pairwise(begins)):
         first = torch.tensor(begins, device=device).unsqueeze(1)
         tokens = (first + torch.arange(q_len, device=device)).flatten()
+    slots = None
+    if requests[0].slot is not None:
+        slots = torch.tensor([request.slot for request in requests], dtype=torch.int64, device=device)
     return Group(
         tokens,
         q_len,
         page_table.to(device),
         torch.tensor([request.past + q_len for request in requests], dtype=torch.int32, device=device),
         requests[0].past > 0,
+        read_slots=slots,
+        write_slots=slots,
     )

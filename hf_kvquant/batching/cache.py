@@ -20,10 +20,12 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.cache_allocators import (
     FULL_ATTENTION,
+    CacheAllocator,
     CachePool,
     FullAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.distributed import DistributedHelper
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.import_utils import is_psutil_available
 
@@ -35,6 +37,10 @@ from ..spec.pages import PART_ALIGNMENT, PageLayout
 from ..upstream.releases import DO_MODELS_UPDATE_PAGES
 from .batch import Group
 from .sinks import KeptSinks
+from .states import STATES, StateAllocator, StateLayout
+
+# What transformers passes through the model besides `cache`. Here `PagedCache.groups` says all of it.
+OF_BATCHES = frozenset(PagedAttentionArgs.__annotations__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +269,15 @@ class PageAllocator(FullAttentionCacheAllocator):
 
 
 class PageMemory(PagedAttentionMemoryHandler):
-    """Sizes a cache whose pages are attended to in place: no mask, and no keys and values that are gathered first."""
+    """Sizes a cache whose pages are attended to in place: no mask, and no keys and values that are gathered first.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        states: Of a request; `None` if no layer has a state.
+        **options: See `PagedAttentionMemoryHandler`.
+    """
+
+    def __init__(self, states: StateLayout | None = None, **options: Any) -> None:
+        self._states = states
         super().__init__(**options)
         self.num_attention_masks = 0
         # For each new token: its keys and values by group, and repeated for every query head where a prompt attends to
@@ -278,6 +290,26 @@ class PageMemory(PagedAttentionMemoryHandler):
         """Bytes that a token held takes besides the cache: none."""
         return 0
 
+    @property
+    def bytes_per_batch_token(self) -> int:
+        """Bytes that a new token takes. Layers with a state may take more than attention, and less."""
+        num_bytes: int = super().bytes_per_batch_token
+        return num_bytes if self._states is None else max(num_bytes, self._states.bytes_of_new_token)
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        """See `PagedAttentionMemoryHandler`. A layer reads the states of a step into tensors of their own.
+
+        These are there three times: as they were, as they become, and as they are written. So many requests take part
+        as have a state and a page in all memory.
+        """
+        num_bytes: int = super().fixed_overhead_bytes
+        if self._states is None:
+            return num_bytes
+        fitting = self.available_memory // (self._states.num_bytes + self.bytes_per_block)
+        most = min(self.cb_config.max_requests_per_batch or fitting, fitting)
+        return num_bytes + 3 * most * self._states.num_bytes_of_layer
+
     def _check_footprint(self, max_batch_tokens: int, num_sectors: int) -> tuple[int, int]:
         is_given = self.cb_config.num_blocks is not None and self.cb_config.max_batch_tokens is not None
         if is_given and not is_psutil_available():  # the free memory is unknown
@@ -286,23 +318,57 @@ class PageMemory(PagedAttentionMemoryHandler):
         return checked
 
 
+def sector_of(allocator: PageAllocator, states: StateLayout | None) -> tuple[int, int]:
+    """Bytes of a sector, and of a slot for states in it; 0 if no layer has a state."""
+    if states is None:
+        return math.lcm(allocator.bytes_per_block, PART_ALIGNMENT), 0
+    return states.sector(allocator.bytes_per_block)
+
+
+def check_room(layers: Mapping[int, PagedLayer], states: StateLayout, num_blocks: int, *, is_given: bool) -> None:
+    """Refuse memory that is too small for the states of one request and a page of its tokens.
+
+    Args:
+        layers: See `PagedCache`.
+        states: Likewise.
+        num_blocks: Memory, in blocks of pages.
+        is_given: Whether the user has set it.
+
+    Raises:
+        ValueError: It is too small.
+    """
+    allocator = PageAllocator(layers, allow_block_sharing=False)
+    blocks_per_sector = sector_of(allocator, states)[0] // allocator.bytes_per_block
+    least = (1 + -(-(1 + allocator.num_tails) // blocks_per_sector)) * blocks_per_sector
+    # transformers rounds what is given up to sectors.
+    if num_blocks <= least - blocks_per_sector:
+        remedy = "Set a larger one" if is_given else "Leave more memory free, raise `max_memory_percent`"
+        raise ValueError(
+            f"continuous batching: `num_blocks` must be at least {least}, since the states of a request take as much "
+            f"memory as {blocks_per_sector} of them, got {num_blocks}. {remedy}, or set a smaller `page_size`."
+        )
+
+
 class PagedCache(PagedAttentionCache):
     """A `PagedAttentionCache` whose pages hold codes.
 
     Args:
         config: Of the text model.
         continuous_batching_config: Resolved.
-        layers: All layers of the model, by index.
+        layers: All layers of the model that have keys and values, by index.
         device: Of the pages.
         supports_logits_to_keep: Whether the model computes only the logits that are sampled from.
         ranks: The ranks of tensor parallelism. All of them get as many pages as the one with the fewest.
+        states: Of a request; `None` if no layer has a state.
 
     Attributes:
+        states: Gives out the slots for them; `None` likewise.
         groups: The requests of the present forward.
         counters: Scratch of the ops. Layers share it, because they run one after the other.
 
     Raises:
         MemoryError, ValueError: Raised by transformers if the cache does not fit into memory.
+        ValueError: See `check_room`.
     """
 
     def __init__(
@@ -313,6 +379,7 @@ class PagedCache(PagedAttentionCache):
         device: torch.device,
         supports_logits_to_keep: bool,
         ranks: DistributedHelper,
+        states: StateLayout | None = None,
     ) -> None:
         # The request that fills a first block has all sinks then.
         has_sinks_in_block = all(each.page.layout.sink_length <= each.page.num_tokens for each in layers.values())
@@ -321,28 +388,38 @@ class PagedCache(PagedAttentionCache):
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
         self.groups: list[Group] = []
         self.counters = ops.new_counters(torch.device(device))
-        self.cache_allocators = {FULL_ATTENTION: allocator}
+        self.cache_allocators: dict[str, CacheAllocator] = {FULL_ATTENTION: allocator}
         self.layer_to_allocator = dict.fromkeys(layers, allocator)
-        self.bytes_per_sector = math.lcm(allocator.bytes_per_block, PART_ALIGNMENT)
-        self.tokens_per_sector = allocator.tokens_per_page
+        self.bytes_per_sector, bytes_per_slot = sector_of(allocator, states)
+        self.states: StateAllocator | None = None
+        if states is not None:
+            self.states = self.cache_allocators[STATES] = StateAllocator(1, states, bytes_per_slot)
+        blocks_per_sector = self.bytes_per_sector // allocator.bytes_per_block
+        self.tokens_per_sector = blocks_per_sector * allocator.tokens_per_page
         sizes = PageMemory(
+            states,
             config=config,
             cb_config=continuous_batching_config,
             dtype=self.dtype,
             bytes_per_sector=self.bytes_per_sector,
             tokens_per_sector=self.tokens_per_sector,
             bytes_per_block=allocator.bytes_per_block,
-            attn_types=[FULL_ATTENTION],
+            attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=supports_logits_to_keep,
         ).infer_max_batch_tokens_and_num_sectors()
         self.max_batch_tokens, self.num_sectors = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device)).tolist()
+        self.num_blocks = self.num_sectors * blocks_per_sector
+        if states is not None:
+            is_given = continuous_batching_config.num_blocks is not None
+            check_room(layers, states, self.num_blocks, is_given=is_given)
         # Zeros, since kernels read whole tiles: see `KVFormat.allocate`. The first two sectors are transformers' trash.
         num_bytes = self.num_sectors * self.bytes_per_sector
         self.cache_tensor = torch.zeros(num_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
-        allocator.register_cache_tensor(self.bytes_per_sector, num_bytes, self.cache_tensor, self.pool)
-        self.use_prefix_sharing = self.allow_block_sharing
-        self.num_blocks = self.num_sectors
+        for each in self.cache_allocators.values():
+            each.register_cache_tensor(self.bytes_per_sector, num_bytes, self.cache_tensor, self.pool)
+        # Who takes over pages of a prefix would need the states at its end. Forks have a copy of these.
+        self.use_prefix_sharing = self.allow_block_sharing and states is None
         # Nothing is gathered before it is attended to, so a batch may read any number of tokens, none of them through
         # the index that transformers would keep for this many.
         self.read_cache_limit, self.max_tokens_read = 0, 1
@@ -354,8 +431,31 @@ class PagedCache(PagedAttentionCache):
     @property
     def room(self) -> int:
         """Tokens of the longest request that all pages together hold."""
-        room: int = (self.num_blocks - self.allocator.num_tails) * self.allocator.tokens_per_page
+        num_blocks: int = self.num_blocks - self.allocator.num_tails
+        if self.states is not None:  # the sector of its slot
+            num_blocks -= self.bytes_per_sector // self.allocator.bytes_per_block
+        room: int = num_blocks * self.allocator.tokens_per_page
         return room
+
+    @property
+    def pages_of_a_state(self) -> float:
+        """Blocks of pages that take as much memory as the slot of a request; 0 if no layer has a state."""
+        return 0.0 if self.states is None else self.states.bytes_per_block / self.allocator.bytes_per_block
+
+    @property
+    def most_requests(self) -> int | None:
+        """Requests that all memory has room for, with a page of tokens each; `None` if no layer has a state."""
+        if self.states is None:
+            return None
+        allocators = (self.allocator, 1 + self.allocator.num_tails), (self.states, 1)
+
+        def num_sectors(count: int) -> int:
+            return sum(-(-count * blocks // each.blocks_per_sector) for each, blocks in allocators)
+
+        most = 0
+        while num_sectors(most + 1) <= self.num_sectors:
+            most += 1
+        return most
 
     def planned(self, group: Group) -> Group:
         """A group, with a split plan if the GPU's kernel for single tokens serves it.
@@ -410,7 +510,7 @@ class PagedCache(PagedAttentionCache):
         Args:
             key_states: `[1, num_kv_heads, tokens, head_dim]`, returned with a note of this cache: see `cache_noted_on`.
             value_states: Likewise, returned as they are.
-            layer_idx: Of the layer.
+            layer_idx: Of the layer. It is noted, too: Zamba2's layers share modules.
             kwargs: Not needed. Some models of transformers 5.24 do not pass it, such as GPT-NeoX.
 
         Raises:
@@ -418,7 +518,7 @@ class PagedCache(PagedAttentionCache):
         """
         if not DO_MODELS_UPDATE_PAGES or not is_ours(self.config._attn_implementation):
             raise _other_attention()
-        return noted(key_states, self), value_states
+        return noted(key_states, self, layer_idx), value_states
 
 
 # Attention functions are told neither the cache nor whether a model has changed the keys since `update`. A note on the
@@ -426,15 +526,16 @@ class PagedCache(PagedAttentionCache):
 _NOTE = "_hf_kvquant_cache"
 
 
-def noted(key: Tensor, cache: object) -> Tensor:
-    """Keys with a note of their cache."""
-    setattr(key, _NOTE, cache)
+def noted(key: Tensor, cache: object, layer_idx: int) -> Tensor:
+    """Keys with a note of their cache and layer."""
+    setattr(key, _NOTE, (cache, layer_idx))
     return key
 
 
-def cache_noted_on(key: Tensor) -> Any:
-    """The cache that `noted` has left on keys, `None` if there is none."""
-    return getattr(key, _NOTE, None)
+def noted_on(key: Tensor) -> tuple[Any, int | None]:
+    """The cache and the layer that `noted` has left on keys, `None` if there is none."""
+    found: tuple[Any, int | None] = getattr(key, _NOTE, (None, None))
+    return found
 
 
 def _other_attention() -> RuntimeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,10 @@ def close(model: PreTrainedModel) -> None:
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         destroy: Any = model.destroy_cached_continuous_batching_manager
         destroy()
+    # Of a manager that was dropped without being stopped. Where none was ever made, the module is not imported either.
+    state_layers = sys.modules.get(f"{__package__}.state_layers")
+    if state_layers is not None:
+        state_layers.unwrap(model.modules())
 
 
 def _manager_of(model: PreTrainedModel) -> Any:

@@ -29,11 +29,13 @@ from ..models.text_config import text_config_of
 from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
-from .cache import PagedCache, PagedLayer
-from .runner import Runner, max_blocks_of, settle_graphs
+from .cache import PagedCache, PagedLayer, check_room
+from .runner import Runner, inputs_of, max_blocks_of, settle_graphs
 from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
-from .support import WHERE, check_served, pages_of
+from .state_layers import unwrap, wrap
+from .states import add_lengths, known_types
+from .support import WHERE, check_served, pages_of, tell_nothing_is_shared
 
 
 class Processor(ContinuousBatchProcessor):
@@ -68,6 +70,12 @@ class Processor(ContinuousBatchProcessor):
         io.prepare_batch_update = self._taken_with_logprobs
         self._add_waiting = scheduler.add_waiting_request
         scheduler.add_waiting_request = self._add_if_it_fits
+        if self.cache.states is not None:
+            for each in inputs_of(io):
+                add_lengths(each)
+            offloading: Any = self.offloading_manager
+            self._offload = offloading._offload_to_cpu
+            offloading._offload_to_cpu = self._offload_without_those_in_flight
         self._wait_for_device()
 
     def _add_if_it_fits(self, state: RequestState) -> None:
@@ -92,6 +100,18 @@ class Processor(ContinuousBatchProcessor):
             self._has_looked = True
         check_end_tokens(self._generation_config, state._eos_token_ids)
         self._add_waiting(state)
+
+    def _offload_without_those_in_flight(
+        self, victims: list[RequestState], tables: dict[str, dict[str, list[int]]]
+    ) -> set[str]:
+        """Copy requests to CPU memory, but for those that a step under way moves on: these begin again.
+
+        transformers takes back the token of that step, and computes the one before it again (5.24). Keys and values
+        become the same. A state has taken the token in already.
+        """
+        at_rest = [each for each in victims if each.current_len() < len(each.initial_tokens) + each.generated_len()]
+        offloaded: set[str] = self._offload(at_rest, tables)
+        return offloaded
 
     def _taken_with_logprobs(self) -> tuple[Any, Any, Any]:
         """Requests, new tokens and their reports, of those that want one."""
@@ -201,7 +221,7 @@ class Manager(ContinuousBatchingManager):
         self._restore_attention(model)  # of a manager that was dropped without being stopped
         self.made_for = Purpose(model)
         check_served(model, patch.config, continuous_batching_config)
-        calls = calls_of_a_token(model, patch.previous_attention)
+        calls, self._state_layers = calls_of_a_token(model, patch.previous_attention)
         pages = pages_of(model, patch.config, continuous_batching_config, calls)
         transforms = key_transforms(model, patch.config)
         if continuous_batching_config.scheduler_type not in SCHEDULER_MAPPING:
@@ -212,11 +232,18 @@ class Manager(ContinuousBatchingManager):
         self._layers: Mapping[int, PagedLayer] = {
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
+        if self._state_layers is not None:
+            states, num_blocks = self._state_layers.layout, continuous_batching_config.num_blocks
+            if num_blocks is not None:
+                check_room(self._layers, states, num_blocks, is_given=True)
+            if continuous_batching_config.allow_block_sharing:
+                tell_nothing_is_shared(type(model).__name__)
         resolved = copy.copy(continuous_batching_config)
         resolved.page_size = next(iter(pages.values())).num_tokens
         settle_graphs(resolved, model.device, can_capture=why_not_captured(model) is None)
         try:
-            super().__init__(model, generation_config, resolved, workload_hints)
+            with known_types(text_config_of(model)):
+                super().__init__(model, generation_config, resolved, workload_hints)
         except BaseException:
             self._restore_attention(model)
             raise
@@ -226,11 +253,14 @@ class Manager(ContinuousBatchingManager):
         notes_on(model).manager = weakref.ref(self)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Set our attention over pages. It needs no flash attention."""
+        """Set our attention over pages, which needs no flash attention, and our forward of layers with a state."""
         set_attention(model, self._paged_attention)
+        if self._state_layers is not None:
+            wrap(self._state_layers.modules.values())
 
     def _restore_attention(self, model: Any) -> None:
-        """Set the attention of `generate` again, unless something else has been set meanwhile."""
+        """Set what `generate` has again: attention, unless another has been set meanwhile, and layers with a state."""
+        unwrap(model.modules())
         if text_config_of(model)._attn_implementation == self._paged_attention:
             set_attention(model, self._attention)
 
@@ -316,7 +346,13 @@ class Manager(ContinuousBatchingManager):
         batching, text_config = self.continuous_batching_config, model.config.get_text_config()
         supports_logits_to_keep = model._supports_logits_to_keep()
         cache = PagedCache(
-            text_config, batching, self._layers, model.device, supports_logits_to_keep, self.distributed_helper
+            text_config,
+            batching,
+            self._layers,
+            model.device,
+            supports_logits_to_keep,
+            self.distributed_helper,
+            None if self._state_layers is None else self._state_layers.layout,
         )
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(batching, cache.num_blocks, cache.max_batch_tokens)

@@ -81,6 +81,13 @@ def max_blocks_of(
     return max(wanted, min(2, pages_of_model)) if wanted else 0
 
 
+def inputs_of(inputs: Any) -> list[Any]:
+    """All `ContinuousBatchingIOs` of a processor: those of the host and the device for each of two steps, or one."""
+    if not isinstance(inputs, ContinuousBatchingAsyncIOs):
+        return [inputs]
+    return [each for pair in inputs.io_pairs for each in (pair.host_io, pair.device_io)]
+
+
 def past_of(request: FutureRequestState) -> int:
     """Tokens that the cache holds of a request before the step that it is prepared for."""
     past: int = request.state.position_offset - request.query_length
@@ -181,8 +188,7 @@ class Runner(ModelRunner):
 
     def forget_graphs(self) -> None:
         """Free all captured steps. The next step of each size is captured anew."""
-        io: Any = self.inputs_and_outputs
-        for each in [pair.device_io for pair in io.io_pairs] if isinstance(io, ContinuousBatchingAsyncIOs) else [io]:
+        for each in inputs_of(self.inputs_and_outputs):
             each.graphs = type(each.graphs)()
 
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
@@ -230,13 +236,34 @@ class Runner(ModelRunner):
         output_ids: Tensor,
     ) -> None:
         table, states = batch_data["block_table"], self._states()
+        if not any(each.query_length for each in states):
+            return  # prompts of one token that are to be forked, which models do not take
         if table is not None and all(past_of(state) > 0 for state in states):
             lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
-            groups = [Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True)]
+            groups = [self._decode_group(table, lengths)]
         else:
-            pages_of = self.cache.allocator.pages_of
-            requests = (Request(past_of(each), each.query_length, pages_of(each.state.request_id)) for each in states)
-            groups = groups_of(requests, torch.device(self.cache.device))
+            groups = groups_of(map(self._request_of, states), torch.device(self.cache.device))
         self.cache.groups = [self.cache.planned(group) for group in groups]
         with fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext():
             super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)
+
+    def _decode_group(self, table: Tensor, lengths: Tensor) -> Group:
+        """All requests of a decode step, from transformers' block table. It is on the device, and so a graph reads it.
+
+        Args:
+            table: `[allocators, requests, columns]` int32, with -1 for padding.
+            lengths: `[requests]` int32: tokens held, the new ones included.
+        """
+        read = write = None
+        states = self.cache.states
+        if states is not None:
+            slots = table[states.index, :, 0].long()
+            is_padding = slots < 0
+            read = slots.masked_fill(is_padding, states.read_trash_slot)
+            write = slots.masked_fill(is_padding, states.write_trash_slot)
+        return Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True, read_slots=read, write_slots=write)
+
+    def _request_of(self, each: FutureRequestState) -> Request:
+        name, states = each.state.request_id, self.cache.states
+        slot = None if states is None else states.slot_of(name)
+        return Request(past_of(each), each.query_length, self.cache.allocator.pages_of(name), slot)

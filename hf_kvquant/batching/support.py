@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +24,7 @@ from ..spec.layout import KVLayout
 from ..spec.pages import PageLayout
 from ..state import patch_of
 from ..upstream.contracts import check_release
-from ..upstream.releases import HAS_PAGES, PAGES_SINCE, VERSION
+from ..upstream.releases import HAS_PAGES, HAS_STATES, PAGES_SINCE, STATES_SINCE, VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,11 @@ _MOST_TOKENS = 2**30  # of a page that has room for everything
 # Layers with a sliding window keep all of their tokens. Rings in pages of their own would need fewer, but transformers
 # takes the pages of all kinds of layers from sectors of the least common multiple of their bytes.
 _PAGED = frozenset(("full_attention", "sliding_attention"))
+
+# Their modules keep a state for each sequence in the cache, alone or beside keys and values.
+STATE_TYPES = frozenset(("linear_attention", "conv", "hybrid"))
+_WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
+_WITHOUT_CACHE = frozenset(("moe", "mlp"))
 
 # The index of a layer, and the shapes of the keys and values that its attention is called with.
 Call = tuple[int, torch.Size, torch.Size]
@@ -113,11 +120,16 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         yield "takes no further arguments that it passes on to attention, and pages come with these."
-    found = set(layers_of(text_config_of(model))[0])
+    found = set(_types_of(model))
     if "sliding_attention" in found and not config.sliding:
         yield "is patched with sliding=False, but all layers share pages of codes. Patch it without."
-    if found - _PAGED:
-        yield f"has layers of type {sorted(found - _PAGED)}, which keep no pages."
+    if found & STATE_TYPES and not HAS_STATES:
+        yield (
+            f"has layers of type {sorted(found & STATE_TYPES)}, whose states need transformers {STATES_SINCE} or "
+            f"newer, got {VERSION}."
+        )
+    if found - _PAGED - STATE_TYPES:
+        yield f"has layers of type {sorted(found - _PAGED - STATE_TYPES)}, which keep no pages."
     if model.device.type not in ("cpu", "cuda"):
         yield f"is on {model.device}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
     if len({parameter.device for parameter in model.parameters()}) > 1:
@@ -129,13 +141,32 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
         )
 
 
+def _types_of(model: PreTrainedModel) -> list[str]:
+    """The types of the layers that have a cache, without those of feed-forward layers that count as layers."""
+    text_config = text_config_of(model)
+    names = getattr(text_config, "layer_types", None) or ()
+    types, _ = layers_of(text_config)
+    named = itertools.zip_longest(types, names[: len(types)])
+    return [found for found, name in named if not (found == "dummy" and name in _WITHOUT_CACHE)]
+
+
+@functools.cache
+def tell_nothing_is_shared(name: str) -> None:
+    """Say once in the log, by the name of a model's class, that its requests share no prefixes."""
+    logger.warning(
+        "continuous batching: requests of %s do not share the pages of equal prefixes, because its layers with a state "
+        "would need the state at the end of the prefix. Correct, slower where prompts begin alike.",
+        name,
+    )
+
+
 def pages_of(
     model: PreTrainedModel,
     config: KVQuantConfig,
     batching: ContinuousBatchingConfig,
     calls: Sequence[Call],
 ) -> dict[int, PageLayout]:
-    """The page of every layer. Sends one token through the model to see what its caches keep.
+    """The page of every layer with keys and values. Sends one token through the model to see what its caches keep.
 
     Pages have `page_size` tokens. If that is transformers' default, and the number of pages is not given either, they
     have more where one must hold the dense windows of a request.
@@ -151,11 +182,11 @@ def pages_of(
         ValueError: A layer's format cannot be paged, or `page_size` does not fit.
     """
     states = states_of_a_token(model)
-    layer_types, _ = layers_of(text_config_of(model))
-    if len(states) != len(layer_types):
+    num_layers = sum(each not in _WITHOUT_KEYS for each in _types_of(model))
+    if len(states) != num_layers:
         raise NotImplementedError(
             f"{WHERE}: every layer of {type(model).__name__} must have keys and values of its own, got "
-            f"{len(states)} of {len(layer_types)}. Use generate, or unpatch the model."
+            f"{len(states)} of {num_layers}. Use generate, or unpatch the model."
         )
     if sorted(calls) != [(index, key.shape, value.shape) for index, (key, value) in states.items()]:
         raise NotImplementedError(

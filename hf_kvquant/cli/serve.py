@@ -64,9 +64,8 @@ def serve(args: argparse.Namespace, app: Any, listener: socket.socket, ranks: An
     """Serve until a signal."""
     from ..serving.server import Server  # what it needs comes with an extra
 
-    room = f"{app.generation.num_tokens:,} tokens of cache, up to {app.generation.room:,} for each request"
     where = str(ranks.device) if ranks.count == 1 else f"{ranks.count} ranks, the first on {ranks.device}"
-    print(f"Serving {args.model} with {args.preset} on {where}: {room}.", flush=True)
+    print(f"Serving {args.model} with {args.preset} on {where}: {app.generation.size}.", flush=True)
     how = {"shutdown_timeout": args.shutdown_timeout, "log_level": args.log_level}
     server = Server(app, **how)
     asyncio.run(server.serve(sockets=[listener]))

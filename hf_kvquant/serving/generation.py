@@ -83,6 +83,20 @@ class Generation:
         """Tokens that one request can have, prompt included."""
         return min(self.num_tokens, self.num_positions or self.num_tokens)
 
+    @property
+    def size(self) -> str:
+        """What the cache has room for, in words."""
+        cache = self.processor.cache
+        size = f"{self.num_tokens:,} tokens of cache, up to {self.room:,} for each request"
+        if cache.states is None:
+            return size
+        share, num_bytes = cache.pages_of_a_state, cache.states.layout.num_bytes
+        return (
+            f"{size}; {cache.num_blocks:,} pages of {cache.allocator.tokens_per_page} tokens, in whose memory are "
+            f"states, too: {num_bytes / 1e6:,.2f} MB for each request, as much as {share:,.2f} pages, and up to "
+            f"{cache.most_requests:,} requests at once"
+        )
+
     def is_alive(self) -> bool:
         """Whether requests are being served."""
         return self.manager.background_thread_status.fatal_error is None and self.manager.is_running()
@@ -124,7 +138,11 @@ class Generation:
         metrics.gauge("cache_tokens", "Tokens of running requests in pages; shared ones count for each.", num_held)
         metrics.gauge("cache_room_tokens", "Tokens that all pages have room for.", lambda: self.num_tokens)
         metrics.gauge("cache_pages_used", "Pages of running requests.", num_used_pages)
-        metrics.gauge("cache_pages", "All pages.", lambda: cache.num_sectors)
+        metrics.gauge("cache_pages", "All pages.", lambda: cache.num_blocks)
+        states, most = cache.states, cache.most_requests or 0
+        held: Any = {} if states is None else states.block_table
+        metrics.gauge("cache_states_used", "States of running requests, in models that keep some.", lambda: len(held))
+        metrics.gauge("cache_states", "Requests that may run at once, in models with states; else 0.", lambda: most)
 
     def new_tokens(self, num_prompt: int, wanted: int | None) -> int:
         """How many tokens an answer may have.

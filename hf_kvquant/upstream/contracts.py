@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import releases
-from .releases import CACHE, DO_MODELS_UPDATE_PAGES, TESTED
+from .releases import CACHE, DO_MODELS_UPDATE_PAGES, HAS_STATES, TESTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +139,29 @@ CONTRACTS = (
         "batching/cache.py",
         f"{_LLAMA}.LlamaAttention.forward",
         mentions=f"{CACHE}.update( kwargs=kwargs **kwargs" if DO_MODELS_UPDATE_PAGES else "**kwargs",
+    ),
+    # States: layers ask the cache for them, and get it by name; decode steps change them in place.
+    *(
+        Contract("batching/state_layers.py", f"transformers.models.{name}.forward", f"hidden_states {CACHE}")
+        for name in ("qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet", "lfm2.modeling_lfm2.Lfm2ShortConv")
+        if HAS_STATES
+    ),
+    *(
+        Contract("batching/state_layers.py", f"transformers.cache_utils.Cache.{name}", "layer_idx")
+        for name in ("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state")
+        if HAS_STATES
+    ),
+    Contract(
+        "batching/states.py",
+        "transformers.cache_utils.LinearAttentionCacheLayerMixin.__init__",
+        "number_of_states",
+        "self.conv_states self.recurrent_states self.is_conv_states_initialized self.is_recurrent_states_initialized "
+        "self.has_previous_state self.conv_kernel_size",
+    ),
+    Contract(
+        "batching/manager.py",
+        "transformers.generation.continuous_batching.offloading_manager.OffloadingManager._offload_to_cpu",
+        "victims",
     ),
     Contract("batching/manager.py", f"{_GENERATE}._supports_logits_to_keep"),
     Contract("batching/settings.py", f"{_GENERATE}._prepare_generation_config", "generation_config"),

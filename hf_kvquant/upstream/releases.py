@@ -66,6 +66,10 @@ HAS_PAGES = is_since(PAGES_SINCE)
 # Who calls `update` of that cache: the model, before attention, or the attention function, which gets the cache.
 DO_MODELS_UPDATE_PAGES = is_since("5.24")
 
+# Since when layers with a state get the cache of continuous batching, by the name that they know.
+STATES_SINCE = "5.24"
+HAS_STATES = is_since(STATES_SINCE)
+
 
 def with_cache(cache: Any) -> dict[str, Any]:
     """A cache as the keyword argument of a model or of `generate`: `model(ids, **with_cache(cache))`."""

@@ -1,0 +1,300 @@
+"""States of linear attention and convolutions in continuous batching: one slot of the cache's memory for each request.
+
+Some layers keep a state of fixed size for a sequence instead of keys and values: the last inputs of a convolution, and
+a matrix that sums up all tokens. Here the states of all layers of a request lie side by side in one slot. Slots come
+from the same sectors as pages, through an allocator of transformers' own kind. So transformers counts, copies (for
+forks), offloads and frees them as it does pages, and memory goes to whichever is needed.
+
+A slot has a number, and its bytes stay where they are. The numbers of a captured step are in transformers' block
+table, which is on the device. `state_layers.py` decides what reads slots and writes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, CachePool
+
+from ..spec.pages import PART_ALIGNMENT
+from .batch import Group
+
+# The key of the allocator among those of a cache, which are named after types of layers.
+STATES = "linear_attention"
+_CHUNK = 64  # tokens that PyTorch versions of linear attention compute at once
+
+
+@dataclasses.dataclass(frozen=True)
+class StatePart:
+    """One state of one layer.
+
+    Attributes:
+        is_conv: Whether it is that of a convolution; else it is that of a recurrence.
+        state_idx: Its number among the states of this kind.
+        begin: Bytes of the slot before it.
+        shape: `[…]`, of one sequence.
+        dtype: Of its elements, as the model makes it.
+    """
+
+    is_conv: bool
+    state_idx: int
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Bytes of the slot up to its end, without padding."""
+        return self.begin + torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """How the states of one request lie in its slot. Only this class knows their bytes.
+
+    Attributes:
+        parts: By index of the layer. Each begins at a multiple of `PART_ALIGNMENT`.
+    """
+
+    parts: Mapping[int, tuple[StatePart, ...]]
+
+    @classmethod
+    def of(cls, layers: Mapping[int, LinearAttentionCacheLayerMixin]) -> StateLayout:
+        """The layout for the states that transformers' layers of one sequence hold, by index of the layer."""
+        begin, parts = 0, {}
+        for index, layer in layers.items():
+            found = []
+            for is_conv, states in ((True, layer.conv_states), (False, layer.recurrent_states)):
+                for state_idx, state in states.items():
+                    if state is not None:
+                        found.append(StatePart(is_conv, state_idx, begin, tuple(state.shape[1:]), state.dtype))
+                        begin = _aligned(found[-1].end)
+            parts[index] = tuple(found)
+        return cls(parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states of one request: a multiple of `PART_ALIGNMENT`."""
+        return _aligned(max(part.end for parts in self.parts.values() for part in parts))
+
+    @property
+    def num_bytes_of_layer(self) -> int:
+        """Bytes of the largest states of a layer."""
+        return max(sum(part.end - part.begin for part in parts) for parts in self.parts.values())
+
+    @property
+    def bytes_of_new_token(self) -> int:
+        """Most bytes that a layer takes for one token of a prompt, in float32, besides its projections.
+
+        What is computed of a convolution is held three times. A chunked recurrence of heads with a matrix `[a, b]`
+        holds some four vectors of each side, and rows of three matrices among the tokens of a chunk.
+        """
+        sizes = [0]
+        for parts in self.parts.values():
+            convs = sum(3 * part.shape[0] for part in parts if part.is_conv)
+            heads = sum(part.shape[0] * (4 * sum(part.shape[1:]) + 3 * _CHUNK) for part in parts if not part.is_conv)
+            sizes.append(torch.float32.itemsize * (convs + heads))
+        return max(sizes)
+
+    def sector(self, bytes_per_block: int) -> tuple[int, int]:
+        """Bytes of a sector that blocks of pages divide, and of the slots that divide it, too.
+
+        A sector is one slot, or one block of pages if several slots fit into that.
+        """
+        if self.num_bytes > bytes_per_block:
+            size = -(-self.num_bytes // bytes_per_block) * bytes_per_block
+            return size, size
+        assert bytes_per_block % PART_ALIGNMENT == 0
+        units = bytes_per_block // PART_ALIGNMENT
+        most = bytes_per_block // self.num_bytes
+        return bytes_per_block, bytes_per_block // next(n for n in range(most, 0, -1) if units % n == 0)
+
+    def planes(self, memory: Tensor, stride: int) -> dict[int, list[tuple[StatePart, Tensor]]]:
+        """Each part over all slots, as a view `[slots, *shape]`, by index of the layer.
+
+        Args:
+            memory: `[bytes]` uint8, contiguous, from the start of its storage.
+            stride: Bytes of a slot, a multiple of `PART_ALIGNMENT`.
+        """
+        assert memory.dtype == torch.uint8 and memory.is_contiguous() and memory.storage_offset() == 0
+        assert stride % PART_ALIGNMENT == 0 and stride >= self.num_bytes
+        found: dict[int, list[tuple[StatePart, Tensor]]] = {}
+        for index, parts in self.parts.items():
+            found[index] = []
+            for part in parts:
+                size, shape = part.dtype.itemsize, (memory.numel() // stride, *part.shape)
+                strides = stride // size, *torch.empty(part.shape, device="meta").stride()
+                plane = memory.view(part.dtype).as_strided(shape, strides, part.begin // size)
+                found[index].append((part, plane))
+        return found
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // PART_ALIGNMENT) * PART_ALIGNMENT
+
+
+class StateAllocator(CacheAllocator):
+    """Gives each request one slot, from its first step to its end.
+
+    transformers calls what an allocator gives out a block. Here that is a slot, with a single page.
+
+    Args:
+        index: Among the allocators of the cache.
+        layout: Of a slot.
+        bytes_per_slot: A multiple of `PART_ALIGNMENT`, with room for it.
+
+    Attributes:
+        layout: Of a slot.
+        planes: See `StateLayout.planes`.
+    """
+
+    supports_block_sharing = False
+    supports_block_table = True
+    layer_type = STATES
+    rows_per_token = 1
+
+    def __init__(self, index: int, layout: StateLayout, bytes_per_slot: int) -> None:
+        self.layout = layout
+        self.planes: dict[int, list[tuple[StatePart, Tensor]]] = {}
+        self._before_cache_tensor_init(
+            index=index,
+            layer_indices=[0],  # one page in a block, for the states of all layers
+            tokens_per_page=1,
+            bytes_per_page=bytes_per_slot,
+            allow_block_sharing=False,
+        )
+        self.layer_indices = list(layout.parts)
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool
+    ) -> None:
+        """Make the planes of every layer over the cache's bytes."""
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        self.planes = self.layout.planes(cache_tensor, self.bytes_per_block)
+
+    @property
+    def read_trash_slot(self) -> int:
+        """The slot that padding reads. Nobody writes it, so it is zero."""
+        return 0
+
+    @property
+    def write_trash_slot(self) -> int:
+        """The slot that padding writes. Nobody reads it."""
+        return self.blocks_per_sector
+
+    def slot_of(self, request_id: str) -> int:
+        """The number of a request's slot."""
+        (slot,) = self.block_table[request_id]
+        return slot
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """See `CacheAllocator`. A request needs one slot, of whatever length it is."""
+        return int(request_id not in self.block_table)
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        """See `CacheAllocator`. A new slot has what others left in it: a first chunk does not read it."""
+        if request_id not in self.block_table:
+            self.block_table[request_id] = self.pool.get_free_blocks(self.index, 1)
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """Write the number of a request's slot to the start of `block_table`, `[columns]` int32."""
+        block_table[0] = self.slot_of(request_id)
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """0: nothing here has a length."""
+        return 0
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """None: states are read by their slot."""
+        return []
+
+    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """None, likewise."""
+        return []
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: a layer with a state alone has no keys and values."""
+        raise NotImplementedError("continuous batching: a slot must hold states, got keys and values for it.")
+
+    def get_cache_for_block_table(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Refused, too."""
+        return self.update()
+
+
+class GroupLayer(LinearAttentionLayer):
+    """The states of one layer, for the requests of a group, as the layer of a cache of transformers'.
+
+    It begins with copies of what their slots hold, or empty if they have no past. `store` writes them back: decode
+    steps change states in place, and do not say so.
+
+    Args:
+        planes: Of the layer: see `StateLayout.planes`.
+        group: Whose slots are read and written.
+    """
+
+    def __init__(self, planes: list[tuple[StatePart, Tensor]], group: Group) -> None:
+        super().__init__(number_of_states=1 + max(part.state_idx for part, _ in planes))
+        self._planes, self._group = planes, group
+        if not group.has_past:
+            return
+        assert group.read_slots is not None
+        for part, plane in planes:
+            state, index = plane.index_select(0, group.read_slots), part.state_idx
+            self.has_previous_state[index] = True
+            if part.is_conv:
+                self.conv_states[index], self.is_conv_states_initialized[index] = state, True
+                self.conv_kernel_size[index] = state.shape[-1]
+            else:
+                self.recurrent_states[index], self.is_recurrent_states_initialized[index] = state, True
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """See `LinearAttentionLayer`. Nothing is copied before `store`."""
+        self.recurrent_states[state_idx] = recurrent_states
+        self.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+    def store(self) -> None:
+        """Write all states to the slots of the group."""
+        assert self._group.write_slots is not None
+        for part, plane in self._planes:
+            state = (self.conv_states if part.is_conv else self.recurrent_states)[part.state_idx]
+            assert state is not None
+            plane.index_copy_(0, self._group.write_slots, state.to(plane.dtype))
+
+    def as_cache(self, layer_idx: int) -> Cache:
+        """A cache that has this layer at its index."""
+        return Cache(layers=[self] * (layer_idx + 1))
+
+
+def add_lengths(inputs: Any) -> None:
+    """Give the inputs of steps the lengths that transformers expects of each allocator: zero, and read by nobody.
+
+    Args:
+        inputs: A `ContinuousBatchingIOs`. It has lengths for full and sliding attention (5.24).
+    """
+    (some, *_) = inputs.cumulative_seqlens_k.values()
+    inputs.cumulative_seqlens_k[STATES] = torch.zeros_like(some)
+    inputs.total_seqlen_k[STATES] = inputs.max_length_k[STATES] = 0
+
+
+@contextlib.contextmanager
+def known_types(text_config: PreTrainedConfig) -> Iterator[None]:
+    """Let transformers resolve the config of a batch for layers with a state, which it has no allocator for (5.24).
+
+    It looks their types up among its allocators, to see whether steps without prompts may have a block table. Ours may.
+    """
+    missing = set(getattr(text_config, "layer_types", None) or ()) - ATTN_TYPE_TO_ALLOCATOR.keys()
+    ATTN_TYPE_TO_ALLOCATOR.update(dict.fromkeys(missing, StateAllocator))
+    try:
+        yield
+    finally:
+        for name in missing:
+            del ATTN_TYPE_TO_ALLOCATOR[name]
