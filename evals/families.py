@@ -41,6 +41,8 @@ def how_served(name: str) -> str:
     # Whether layers that share another layer's cache are listed depends on the version of transformers.
     layers = [layer for layer in report.layers if layer.reads is None]
     ours = [layer for layer in layers if layer.formats is not None]
+    if any("latents" in layer.reason for layer in ours):
+        return "latent"
     if not ours or not all(layer.is_served for layer in ours):
         return "dense"
     if len(ours) < len(layers):
@@ -58,7 +60,6 @@ def how_refused(model_type: str) -> str | None:
         KVQuantCache(AutoConfig.for_model(model_type), "int4")
     except NotImplementedError as error:
         marks = {
-            "(MLA)": "latent",
             "cache of another model": "shared",
             "`num_hidden_layers`": "parts",
             "no keys and values": "states",

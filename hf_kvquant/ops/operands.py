@@ -233,19 +233,21 @@ class Operands:
         num_tokens: int,
         dtype: torch.dtype,
         num_seen: int = 0,
+        keeps_transform: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Dense keys and values, in the model's basis: see `reference.dequantize_tokens`.
+        """Dense keys and values, by default in the model's basis: see `reference.dequantize_tokens`.
 
         Returns:
             `[batch, num_kv_heads, num_tokens, head_dim]` each.
         """
-        if self._dequantize is not None:
+        if self._dequantize is not None and not keeps_transform:
             number = DTYPES.index(dtype)
             result: tuple[Tensor, Tensor] = self._dequantize(
                 *self._planes, lengths, starts, begin, num_tokens, num_seen, number, *self._kinds
             )
             return result
         options: dict[str, Any] = {"begin": begin, "num_tokens": num_tokens, "dtype": dtype, "num_seen": num_seen}
+        options["keeps_transform"] = keeps_transform
         return dequantize_reference(*self._reference, lengths=lengths, starts=starts, **options)
 
 

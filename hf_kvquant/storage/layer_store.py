@@ -356,9 +356,14 @@ class LayerStore:
         """
         return dense.dequantize(self)
 
-    def dense_step(self) -> tuple[Tensor, Tensor]:
-        """`dequantize` for attention of the newest tokens: those of a chunk as the model made them. See `attend`."""
-        return dense.dense_step(self)
+    def dense_step(self, *, keeps_transform: bool = False) -> tuple[Tensor, Tensor]:
+        """`dequantize` for attention of the newest tokens: those of a chunk as the model made them. See `attend`.
+
+        Args:
+            keeps_transform: Whether keys come as the key transform has made them, for queries that get it, too. Not for
+                rings.
+        """
+        return dense.dense_step(self, keeps_transform=keeps_transform)
 
     def query_offset(self, q_len: int) -> int | Tensor:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static layer."""
