@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache.handle import KVHandle, KVStep
+from ..cache.handle import KVHandle
 from ..models.latent import EXPAND, latent_attentions
 from ..spec import reference
 from ..storage.layer_store import LayerStore
@@ -79,40 +79,57 @@ def largest_absorbed(module: Any) -> int:
     return int(rank * (n + v) // max(1, 2 * rank - n - v))
 
 
-def attend_latent(module: Any, query: Tensor, step: KVStep, mask: Tensor | None, scaling: float) -> Tensor:
+def attend_latent(
+    module: Any,
+    query: Tensor,
+    storage: LayerStore,
+    starts: Tensor | None,
+    make_mask: Callable[[], Tensor | None],
+    scaling: float,
+    *,
+    is_causal: bool,
+) -> Tensor:
     """Attention of the newest tokens to all latents of a layer.
 
     Args:
         module: Of the layer.
         query: `[batch, num_q_heads, q_len, qk_nope_head_dim + qk_rope_head_dim]`, after RoPE.
-        step: Of the layer; its tokens are written.
-        mask: `[batch, 1, q_len, tokens]`: bool, True where a query sees a token, or added to the scores; `None` shows
-            everything.
+        storage: Of the layer; its pending tokens are written.
+        starts: `[batch]` int32: first position that is not padding; `None` for 0.
+        make_mask: Makes `[batch, 1, q_len, tokens]`: bool, True where a query sees a token, or added to the scores;
+            `None` shows everything.
         scaling: Multiplies query · key. The module's own: it is not that of a head_dim of the latent.
+        is_causal: Whether the mask hides later tokens and padding before `starts`, and nothing else.
 
     Returns:
         `[batch, q_len, num_q_heads, v_head_dim]`.
     """
-    storage: LayerStore = step.storage
-    batch, num_heads, q_len, _ = query.shape
-    n, dtype = module.qk_nope_head_dim, query.dtype
+    num_heads, q_len, n = query.shape[1], query.shape[2], module.qk_nope_head_dim
     # One row of weights for each channel of a head's key without rope, then for each of its value.
     weight = module.kv_b_proj.weight.view(num_heads, n + module.v_head_dim, -1)
-    of_latent, of_rope = query[..., :n] @ weight[:, :n], query[..., n:]
-    transform = storage.key_transform
-    if transform is not None:  # a rotation
-        of_latent = reference.transform_query(of_latent, transform)[0].to(dtype)
-    latent, rope = storage.dense_step(keeps_transform=True)
-    rank = latent.shape[-1]
-    absorbed, stored = torch.cat((of_latent, of_rope), dim=-1), torch.cat((latent, rope), dim=-1)
-    if q_len == 1:
-        absorbed = absorbed.view(batch, 1, num_heads, -1)  # heads as queries: each token is read once for all
-    stored = stored.expand(-1, absorbed.shape[1], -1, -1)
-    # Values with the rope part, which is cut off again: PyTorch's fast path on CPUs wants them as wide as keys. It took
-    # 1.8 ms instead of 11 for 4,096 tokens of 16 heads and 512 + 64 channels, one thread.
-    out = F.scaled_dot_product_attention(absorbed, stored, stored, attn_mask=mask, scale=scaling)[..., :rank]
-    out = out.view(batch, num_heads, q_len, rank)
-    if transform is not None:
-        out = reference.rotate(out.float()).to(dtype)
+    absorbed = torch.cat((query[..., :n] @ weight[:, :n], query[..., n:]), dim=-1)
+    if is_causal and storage.serves_latent and q_len <= storage.largest_step(0):
+        out = storage.attend_latent(absorbed, softmax_scale=scaling, starts=starts).transpose(1, 2)
+    else:
+        out = _attend_dequantized(absorbed, storage, make_mask(), scaling)
     note_read(storage, q_len, 0)
     return (out @ weight[:, n:].mT).transpose(1, 2)
+
+
+def _attend_dequantized(query: Tensor, storage: LayerStore, mask: Tensor | None, scaling: float) -> Tensor:
+    """`Operands.attend_latent` by PyTorch: `[batch, num_q_heads, q_len, latent channels]`."""
+    batch, num_heads, q_len, _ = query.shape
+    latent, rope = storage.dense_step(keeps_transform=True)
+    rank, transform = latent.shape[-1], storage.key_transform
+    if transform is not None:  # a rotation
+        rotated, _ = reference.transform_query(query[..., :rank], transform)
+        query = torch.cat((rotated.to(query.dtype), query[..., rank:]), dim=-1)
+    stored = torch.cat((latent, rope), dim=-1)
+    if q_len == 1:
+        query = query.view(batch, 1, num_heads, -1)  # heads as queries: each token is read once for all
+    stored = stored.expand(-1, query.shape[1], -1, -1)
+    # Values with the rope part, which is cut off again: PyTorch's fast path on CPUs wants them as wide as keys. It took
+    # 1.8 ms instead of 11 for 4,096 tokens of 16 heads and 512 + 64 channels, one thread.
+    out = F.scaled_dot_product_attention(query, stored, stored, attn_mask=mask, scale=scaling)[..., :rank]
+    out = out.view(batch, num_heads, q_len, rank)
+    return out if transform is None else reference.rotate(out.float()).to(out.dtype)

@@ -168,7 +168,12 @@ def _over_latents(
     _note_starts(storage, mask)
     if reason is None and q_len <= latent.largest_absorbed(module):
         softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return latent.attend_latent(module, query, step, _mask_over("sdpa", query, storage, mask), softmax_scale), None
+        starts = mask[0].view(-1) if is_bounds(mask) else None
+        make_mask = functools.partial(_mask_over, "sdpa", query, storage, mask)
+        out = latent.attend_latent(
+            module, query, storage, starts, make_mask, softmax_scale, is_causal=plain is None
+        )
+        return out, None
     dense = step.dense(reason) if reason is not None else storage.dense_step()
     expanded = latent.expand(module, *dense)
     mask = _mask_over(prev, query, storage, mask)

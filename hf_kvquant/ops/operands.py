@@ -56,6 +56,8 @@ class Operands:
         # Which chunks the op serves that attends to them in one kernel: it needs Hopper's tensor cores.
         self._serves_chunk = torch_ops.serves_chunk.default if serves and codes.device.type == "cuda" else None
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
+        # Only CPUs have a kernel for latents.
+        self.serves_latent = codes.device.type == "cpu" and kernels.has_kernels("cpu") and layout.key.block_size is None
 
     def append(
         self,
@@ -223,6 +225,42 @@ class Operands:
             options |= {"starts": own_starts, "sinks": sinks, "alibi_slopes": alibi_slopes}
             own = raw.decode(query, None, torch.full_like(lengths, query.shape[2]), **options)
         return reference.merge_attention(*own, before, lse)
+
+    def attend_latent(
+        self,
+        query: Tensor,
+        lengths: Tensor,
+        *,
+        softmax_scale: float,
+        starts: Tensor | None = None,
+        num_splits: int = 0,
+        page_table: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to latents (MLA): the key planes hold latents, which are values, too, and the value planes rope parts.
+
+        Query i sees the tokens up to its own, as in `decode`. A score is `softmax_scale · query · (latent, rope part)`;
+        what is added up are latents. The transform may only rotate; queries and results are in the model's basis.
+
+        Args:
+            query: `[batch, num_q_heads, q_len, latent + rope channels]`, fp32, bf16 or fp16: absorbed.
+            lengths: `[batch]` int32: tokens held, those of the query included.
+            softmax_scale: Multiplies query · key.
+            starts: `[batch]` int32: first position that is not padding; `None` for 0.
+            num_splits: As in `decode`.
+            page_table: As in `append`.
+
+        Returns:
+            out: `[batch, q_len, num_q_heads, latent channels]`, dtype of the query.
+            lse: `[batch, num_q_heads, q_len]` float32.
+
+        Raises:
+            ValueError: The layout has channel scales, or an argument does not fit; the message names it.
+        """
+        *_, is_rotated, layout = self._kinds
+        result: tuple[Tensor, Tensor] = torch_ops.attend_latent.default(
+            query, *self._planes, lengths, starts, softmax_scale, num_splits, is_rotated, layout, page_table
+        )
+        return result
 
     def dequantize(
         self,
