@@ -22,6 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_kvquant
 from hf_kvquant import KVQuantCache
 from hf_kvquant.evaluation.provenance import card
+from hf_kvquant.models.latent import keeps_latents
+from hf_kvquant.models.text_config import text_config_of
 from hf_kvquant.upstream.releases import cache_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,10 +43,10 @@ def how_served(name: str) -> str:
     # Whether layers that share another layer's cache are listed depends on the version of transformers.
     layers = [layer for layer in report.layers if layer.reads is None]
     ours = [layer for layer in layers if layer.formats is not None]
-    if any("latents" in layer.reason for layer in ours):
-        return "latent"
     if not ours or not all(layer.is_served for layer in ours):
         return "dense"
+    if keeps_latents(text_config_of(model)):
+        return "latent"
     if len(ours) < len(layers):
         return "some"
     return "rings" if any(layer.layer_type == "sliding_attention" for layer in ours) else "codes"

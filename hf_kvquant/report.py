@@ -27,10 +27,10 @@ from .common.tables import html, plain, table_of
 from .config import KVQuantConfig, LayerFormats
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
+from .models.latent import head_dims_of, latent_sizes
 from .models.layers import count_layers, layer_devices, named_types, shared_layers
 from .models.parts import generating_parts
 from .models.rounding import rounded
-from .models.latent import head_dims_of, latent_sizes
 from .models.text_config import check_is_model, text_config_of
 from .patching import why_dense
 from .preflight.verdict import measured, name_of
@@ -209,8 +209,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         name = name_of(formats)
         if latent_sizes(text_config.per_layer_config[index]) is not None:
             name = name.replace("key", "latent").replace("value", "rope part")
-            if dense is None:
-                kernel, reason = "PyTorch, absorbed", "no compiled kernel attends to latents (MLA) yet"
+            kernel, reason = _served_over_latents(device) if dense is None else (kernel, reason)
         layers.append(LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally)))
     unpatched = [name for name, part in generating_parts(model).items() if patch_of(part) is None]
     return Report(
@@ -262,6 +261,13 @@ def _served_by(
     without = ops.why_reference(device, *head_dims)
     reason = "" if without is None else f"no compiled kernels for {without.what} ({without.reason}). {without.remedy}"
     return ops.kernel_name(device, *head_dims), reason
+
+
+def _served_over_latents(device: torch.device) -> tuple[str, str]:
+    """What computes the attention of a layer that keeps latents, and why it is not a compiled kernel."""
+    if device.type == "cpu" and ops.has_kernels("cpu"):
+        return ops.kernel_name(device), ""
+    return "PyTorch, absorbed", f"no compiled kernel attends to latents (MLA) on {device.type}"
 
 
 def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:

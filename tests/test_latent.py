@@ -28,6 +28,7 @@ from hf_kvquant import PRESETS, KVQuantCache, patched
 from hf_kvquant.attention.latent import largest_absorbed
 from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.presets import latent_formats, preset_formats
+from hf_kvquant.report import _served_over_latents
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.storage.tally import _log_fallback
 from hf_kvquant.upstream.releases import cache_of, with_cache
@@ -191,7 +192,9 @@ def test_another_attention_set_later_gets_expanded_latents() -> None:
     check_logits(output, greedy(model, inputs, **with_cache(simulated)))
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
+)
 def test_copies_have_weights_of_their_own(again: Any) -> None:
     model = hf_kvquant.patch(deepseek(), "int8")
     expected = greedy(model, left_padded())
@@ -258,10 +261,13 @@ def test_a_report() -> None:
     assert lines[2].split("  ")[0] == "0-1"
     for part in (
         "latent int4-head-asymmetric, rope part int8-head-symmetric, first 4 and last 28 tokens dense",
-        "PyTorch, absorbed",
-        "no compiled kernel attends to latents (MLA) yet",
+        "CPU kernel, ",
     ):
         assert part in lines[2]
+    assert _served_over_latents(torch.device("cuda")) == (
+        "PyTorch, absorbed",
+        "no compiled kernel attends to latents (MLA) on cuda",
+    )
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
@@ -284,7 +290,9 @@ def test_bytes_of_a_token() -> None:
     config = AutoConfig.for_model("deepseek_v3", num_hidden_layers=1)
     sizes = {}
     for preset in ("none", "int8", "int4", "int4-g32"):
-        cache = KVQuantCache(config, {"preset": preset, "sink_length": 0, "residual_length": 0} if preset[3:] else "none")
+        cache = KVQuantCache(
+            config, {"preset": preset, "sink_length": 0, "residual_length": 0} if preset[3:] else "none"
+        )
         cache.layers[0].lazy_initialization(torch.zeros((1, 1, 0, 512)).half(), torch.zeros((1, 1, 0, 64)).half())
         sizes[preset] = cache.bytes_per_token
     assert sizes == {"none": 1152, "int8": 580, "int4": 338, "int4-g32": 386}

@@ -113,7 +113,8 @@ def attend_latent(
     else:
         out = _attend_dequantized(absorbed, storage, make_mask(), scaling)
     note_read(storage, q_len, 0)
-    return (out @ weight[:, n:].mT).transpose(1, 2)
+    value: Tensor = out @ weight[:, n:].mT
+    return value.transpose(1, 2)
 
 
 def _attend_dequantized(query: Tensor, storage: LayerStore, mask: Tensor | None, scaling: float) -> Tensor:

@@ -170,9 +170,7 @@ def _over_latents(
         softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         starts = mask[0].view(-1) if is_bounds(mask) else None
         make_mask = functools.partial(_mask_over, "sdpa", query, storage, mask)
-        out = latent.attend_latent(
-            module, query, storage, starts, make_mask, softmax_scale, is_causal=plain is None
-        )
+        out = latent.attend_latent(module, query, storage, starts, make_mask, softmax_scale, is_causal=plain is None)
         return out, None
     dense = step.dense(reason) if reason is not None else storage.dense_step()
     expanded = latent.expand(module, *dense)

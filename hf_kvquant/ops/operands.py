@@ -254,8 +254,10 @@ class Operands:
             lse: `[batch, num_q_heads, q_len]` float32.
 
         Raises:
+            RuntimeError: `query` requires gradients.
             ValueError: The layout has channel scales, or an argument does not fit; the message names it.
         """
+        _check_no_gradients(query)
         *_, is_rotated, layout = self._kinds
         result: tuple[Tensor, Tensor] = torch_ops.attend_latent.default(
             query, *self._planes, lengths, starts, softmax_scale, num_splits, is_rotated, layout, page_table

@@ -2,11 +2,12 @@
 
 `append` quantises new tokens into planes. `decode` does the same with new tokens, if it is given any, and then attends
 to everything stored. `attend_chunk` attends to what is stored and to new tokens as they are; `serves_chunk` says
-whether it has a kernel for these. `attend_latent` attends to latents (MLA). `dequantize` returns stored tokens as dense tensors. The schemas are defined here and
-nowhere else; `csrc/` registers kernels for them under the CPU and CUDA keys. Where there is no kernel, `reference.py`
-runs instead: under the same op names if the build has no kernels for the device type, and as `append_reference` and
-`decode_reference` if its kernels do not fit the GPU or the head_dim. `kernels.py` decides that. The planes of a side
-are one list, in the order of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
+whether it has a kernel for these. `attend_latent` attends to latents (MLA). `dequantize` returns stored tokens as dense
+tensors. The schemas are defined here and nowhere else; `csrc/` registers kernels for them under the CPU and CUDA keys.
+Where there is no kernel, `reference.py` runs instead: under the same op names if the build has no kernels for the
+device type, and as `append_reference` and `decode_reference` if its kernels do not fit the GPU or the head_dim.
+`kernels.py` decides that. The planes of a side are one list, in the order of `Planes.tensors`; the integers of `layout`
+are `KVLayout.packed`.
 
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
 kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. So does `packed_linear`, a
@@ -180,9 +181,7 @@ def _attend_latent_reference(arguments: Arguments, cache: _Cache) -> tuple[Tenso
     held = {"lengths": lengths, "starts": arguments["starts"], **layout.windows, "tail_from": cache.tail_from}
     latent, rope = (
         reference.dequantize(planes, kv_format, torch.float32, key_transform=transform, **held)
-        for planes, kv_format, transform in zip(
-            cache.planes, layout.formats, (cache.key_transform, None), strict=True
-        )
+        for planes, kv_format, transform in zip(cache.planes, layout.formats, (cache.key_transform, None), strict=True)
     )
     return reference.decode_attention(
         arguments["query"],
