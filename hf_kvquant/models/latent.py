@@ -39,8 +39,8 @@ def head_dims_of(layer_config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def picks_tokens(layer_config: PreTrainedConfig) -> bool:
-    """Whether an indexer picks the tokens that a layer attends to, as in DeepSeek-V3.2."""
-    return count_of(layer_config, "index_topk") is not None
+    """Whether a layer keeps latents, and an indexer picks those that it attends to, as in DeepSeek-V3.2."""
+    return latent_sizes(layer_config) is not None and count_of(layer_config, "index_topk") is not None
 
 
 def latent_attentions(model: nn.Module) -> Iterator[Any]:
