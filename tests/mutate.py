@@ -910,8 +910,8 @@ MUTATIONS = [
             "balancing",
         ),
         (
-            'if each.is_rotated and "smooth" in config',
-            'if "smooth" in config',
+            'if each.is_rotated and "smooth" in wanted',
+            'if "smooth" in wanted',
             "a forward is spent where factors have no part",
             "balancing",
         ),

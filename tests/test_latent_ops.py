@@ -141,6 +141,28 @@ def test_huge_queries(engine: str) -> None:
         assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_huge_query_over_tiny_keys_counts_like_the_other_part(engine: str, side: int) -> None:
+    case = latent_case((NONE, NONE), num_q_per_kv=4)
+    rank, rope = dims = case.head_dims()
+    planes = [filled(case, each, torch.randn(3, 1, 128, dim)) for each, dim in enumerate(dims)]
+    planes[side].codes.mul_(1e-33)
+    query = given(case, rank + rope)
+    query[..., :rank].mul_(1e33 if side == 0 else 1)
+    query[..., rank:].mul_(1e33 if side == 1 else 1)
+    parts = (query * 1e-33)[..., :rank], (query * 1e-33)[..., rank:]
+    lengths, scale = case.lengths_tensor(), 0.1
+    plain = [planes[0].codes, planes[1].codes]
+    plain[side] = plain[side] * 1e33
+    as_if = torch.cat([part * 1e33 if each != side else part for each, part in enumerate(parts)], dim=-1)
+    expected, _ = reference.decode_attention(
+        as_if, torch.cat(plain, dim=-1), planes[0].codes, lengths, softmax_scale=scale
+    )
+    operands = ops.Operands(*(clone(each, engine) for each in planes), case.layout)
+    out, _ = operands.attend_latent(query.to(engine), lengths.to(engine), softmax_scale=scale)
+    assert_close(out, expected, 1e-4 * largest(expected), f"huge queries of part {side}")
+
+
 def test_what_is_not_finite(engine: str) -> None:
     """A latent that is not finite spoils keys and values of its token, a rope part only the key; padding hides both."""
     case = latent_case((INT8, INT8), num_q_per_kv=3, q_len=2, lengths=(80, 80), starts=(0, 40))
