@@ -34,6 +34,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched
 from hf_kvquant.attention.registry import attention
@@ -290,6 +291,9 @@ FAMILIES: dict[str, Family] = {
     "falcon_new": Family("falcon", {**_FALCON, "new_decoder_architecture": True}),
     "mpt": Family("mpt", {"d_model": 4 * HEAD_DIM, "n_heads": 4, "n_layers": 2, "use_cache": True}),
 }
+
+# Some are younger than the oldest release that is supported.
+FAMILIES = {name: family for name, family in FAMILIES.items() if family.model_type in CONFIG_MAPPING}
 
 # Those that continuous batching serves.
 _BATCHED = {
