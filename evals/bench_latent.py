@@ -17,13 +17,13 @@ Method:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from results_files import add_run_options, parse_run, write_results
+from results_files import write_results
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,9 +67,9 @@ def measure(name: str, context: int, device: torch.device) -> dict[str, Any]:
     token = torch.tensor([[7]], device=device)
     for turn in range(WARM_UPS + TURNS):
         for system in SYSTEMS:
-            start, outputs[system] = step(model, system, token, caches[system])
+            seconds, outputs[system] = step(model, system, token, caches[system])
             if turn >= WARM_UPS:
-                times[system].append(1e3 * start)
+                times[system].append(1e3 * seconds)
     expected = outputs["transformers"].float()
     error = float((outputs["none"].float() - expected).abs().max() / expected.abs().max())
     if not error < (1e-4 if dtype == torch.float32 else 0.1):
@@ -111,10 +111,11 @@ def step(model: Any, system: str, token: torch.Tensor, cache: Any) -> tuple[floa
 def main(words: list[str] | None = None) -> None:
     """Measure every shape and context, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_options(parser, after="every case", resumed="nothing: a run takes a minute")
+    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    arguments = parse_run(parser, words)
-    device = arguments.device
+    arguments = parser.parse_args(words)
+    device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [measure(name, context, device) for name in arguments.shapes for context in CONTEXTS[device.type]]
     results = {**card(), "threads": torch.get_num_threads(), "device": device.type, "cases": cases}
     table = Table(*("shape", "context", *SYSTEMS), title="a decode step of one layer, ms (times as fast)")
@@ -122,10 +123,7 @@ def main(words: list[str] | None = None) -> None:
         cells = [f"{row['median_ms']:.2f} ({row['speedup']:.1f})" for row in case["rows"]]
         table.add_row(case["shape"], str(case["context"]), *cells)
     Console().print(table)
-    if arguments.output is None:
-        print(json.dumps(results["cases"]))
-    else:
-        write_results(results, arguments.output)
+    write_results(results, arguments.output)
 
 
 if __name__ == "__main__":
