@@ -24,8 +24,10 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_kvquant
-from hf_kvquant import PRESETS, KVQuantCache, patched
+from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.attention.latent import largest_absorbed
+from hf_kvquant.evaluation.perplexity.gate import Gate
+from hf_kvquant.evaluation.perplexity.measure import sizes_of
 from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.presets import latent_formats, preset_formats
 from hf_kvquant.report import _served_over_latents
@@ -385,3 +387,14 @@ def test_batching_is_refused() -> None:
         "init_continuous_batching: DeepseekV3ForCausalLM keeps latents (MLA), which have no pages yet, as in "
         "transformers. Use generate, or unpatch the model."
     )
+
+
+def test_perplexity_is_measured() -> None:
+    """Every pair is read from codes, and a number takes the bits of latents and rope parts."""
+    model = models.family("minicpm3")
+    configs = {name: KVQuantConfig.from_preset(name) for name in ("none", "int8", "int4")}
+    sizes = sizes_of(model, configs, torch.bfloat16)
+    bits = {name: round(each["bits_per_value"], 2) for name, each in sizes.items()}
+    assert bits == {"none": 16.0, "int8": 8.4, "int4": 5.4}  # of 64 + 16 channels, with 2 or 3 numbers of 16 bits
+    gate = Gate(model, torch.randint(3, 90, (1, 128)), configs)
+    gate.check_counting()

@@ -114,7 +114,8 @@ def attend_latent(
         out = storage.attend_latent(absorbed, softmax_scale=scaling, starts=starts)
     else:
         out = _attend_dequantized(absorbed, storage, make_mask(), scaling)
-    note_read(storage, q_len, 0)
+    if storage.is_quantized:
+        note_read(storage, q_len, 0)
     return torch.einsum("bqhr,hvr->bqhv", out, weight[:, n:])
 
 
