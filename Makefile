@@ -15,7 +15,7 @@ QUALITY_LIMIT ?= 200
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attention.py own_attention.py cache_file.py \
-                  compile.py capture.py encoder_decoder.py upstream.py)
+                  compile.py capture.py encoder_decoder.py latent.py upstream.py)
 # The newest releases that the index has, in an environment that takes all else from that of `make setup`, and the tests
 # of what uses them. A CUDA build of torch takes several GB: name the others alone to leave it out.
 NEWEST := build/newest

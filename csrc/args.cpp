@@ -487,11 +487,16 @@ AppendParams append_params(const CacheArgs& args, const CacheParams& cache, cons
 DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, const Tensor& query,
                            const std::optional<Tensor>& counters, const std::optional<Tensor>& sinks,
                            const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
-                           int64_t sliding_window, int64_t num_splits, const std::optional<Tensor>& split_plan) {
+                           int64_t sliding_window, int64_t num_splits, const std::optional<Tensor>& split_plan,
+                           bool is_latent) {
   const Tensor& codes = args.key_planes[0];
   DecodeParams params{};
   static_cast<CacheParams&>(params) = cache;
-  params.query = dense({args.where, "query"}, query, codes, {cache.batch, kAny, kAny, cache.key_side.head_dim});
+  params.is_latent = is_latent;
+  KVQ_CHECK(!is_latent || !cache.key_side.has_channel_scales, Subject{args.where, "layout"},
+            "have no scales for channels of latents, got granularity channel. Use groups.");
+  const int64_t num_channels = cache.key_side.head_dim + (is_latent ? cache.value_side.head_dim : 0);
+  params.query = dense({args.where, "query"}, query, codes, {cache.batch, kAny, kAny, num_channels});
   params.num_q_heads = to_int(args.where, "num_q_heads", query.size(1));
   params.q_len = to_int(args.where, "q_len", query.size(2));
   KVQ_CHECK(params.num_q_heads > 0 && params.num_q_heads % cache.num_kv_heads == 0, Subject{args.where, "query"},

@@ -44,7 +44,7 @@ DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, cons
                            const std::optional<Tensor>& counters, const std::optional<Tensor>& sinks,
                            const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
                            int64_t sliding_window, int64_t num_splits,
-                           const std::optional<Tensor>& split_plan);
+                           const std::optional<Tensor>& split_plan, bool is_latent = false);
 
 // Leaves `key` and `value` for the caller to allocate. `dtype` is a number of Dtype.
 DequantizeParams dequantize_params(const CacheParams& cache, int64_t begin, int64_t num_tokens, int64_t num_seen,

@@ -17,7 +17,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 17;
+constexpr int kOpsVersion = 18;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kTailAlignment = 32;   // rows of a tail for newest tokens, with has_channel_scales, are multiples of this
@@ -233,7 +233,7 @@ struct AppendParams : CacheParams {
 // capacity.
 struct DecodeParams : CacheParams {
   int num_q_heads;
-  Dense query;                // [batch, num_q_heads, q_len, key head_dim], not transformed yet
+  Dense query;                // [batch, num_q_heads, q_len, key head_dim], not transformed yet; see is_latent
   int32_t* counters;          // [kNumCounters], zero before and after a call, CUDA only; nullptr: absent
   const float* sinks;         // [num_q_heads]; nullptr: none
   const float* alibi_slopes;  // [num_q_heads]; nullptr: none
@@ -247,9 +247,16 @@ struct DecodeParams : CacheParams {
   int num_planned;
   // Whether the newest q_len tokens, those of the query, are not stored yet, but given: attention of a chunk.
   bool is_chunk;
-  void* out;                  // [batch, q_len, num_q_heads, value head_dim], contiguous, dtype of the query
+  // Whether keys are latents, which are values, too, and values are rope parts: scores are query · (latent, rope part).
+  bool is_latent;
+  void* out;                  // [batch, q_len, num_q_heads, channels of values_of], contiguous, dtype of the query
   float* lse;                 // [batch, num_q_heads, q_len], contiguous, natural log
 };
+
+// What attention adds up.
+inline const Side& values_of(const DecodeParams& params) {
+  return params.is_latent ? params.key_side : params.value_side;
+}
 
 // Dense keys and values of the positions begin ... begin + num_tokens - 1, in the model's basis; zero where no token is
 // held. reference.dequantize_tokens defines the result.

@@ -152,6 +152,29 @@ std::tuple<Tensor, Tensor> decode(
   return {out, lse};
 }
 
+// Attention to latents, which are keys and values of all heads, and rope parts. See DecodeParams::is_latent.
+template <class Device>
+std::tuple<Tensor, Tensor> attend_latent(const Tensor& query, const std::vector<Tensor>& key_planes,
+                                         const std::vector<Tensor>& value_planes, const Tensor& lengths,
+                                         const std::optional<Tensor>& starts, double softmax_scale, int64_t num_splits,
+                                         bool rotates_latent, const std::vector<int64_t>& layout,
+                                         const std::optional<Tensor>& page_table) {
+  const std::optional<Tensor> none;
+  const CacheArgs args{"attend_latent", key_planes, value_planes, lengths, starts, none, none, rotates_latent, layout,
+                       page_table};
+  const Tensor query_rows = with_contiguous_channels(query);
+  DecodeParams params = decode_params(args, cache_params(args), query_rows, std::nullopt, std::nullopt, std::nullopt,
+                                      softmax_scale, 0, 0, num_splits, std::nullopt, /*is_latent=*/true);
+  const Device device(key_planes[0]);
+  device.check("attend_latent", params);
+  Tensor out = empty_beside(query, {params.batch, params.q_len, params.num_q_heads, values_of(params).head_dim});
+  Tensor lse = empty_beside(query, aoti_torch_dtype_float32(), {params.batch, params.num_q_heads, params.q_len});
+  params.out = out.data_ptr();
+  params.lse = static_cast<float*>(lse.data_ptr());
+  if (params.batch > 0 && params.q_len > 0) device.decode(params, nullptr);
+  return {out, lse};
+}
+
 #ifdef HF_KVQUANT_CUDA_ARCHS
 // The arguments of a chunk, which is not stored yet.
 struct Chunk {
@@ -332,6 +355,7 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, KVQ_STRING(KVQ_MODULE), "Compiled 
 KVQ_OPS(KVQ_NAMESPACE, CPU, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CpuDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CpuDevice>));
+  library.impl("attend_latent", TORCH_BOX(&hf_kvquant::attend_latent<hf_kvquant::CpuDevice>));
 }
 
 #ifdef HF_KVQUANT_CUDA_ARCHS

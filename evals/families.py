@@ -22,6 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_kvquant
 from hf_kvquant import KVQuantCache
 from hf_kvquant.evaluation.provenance import card
+from hf_kvquant.models.latent import keeps_latents
+from hf_kvquant.models.text_config import text_config_of
 from hf_kvquant.upstream.releases import cache_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +45,8 @@ def how_served(name: str) -> str:
     ours = [layer for layer in layers if layer.formats is not None]
     if not ours or not all(layer.is_served for layer in ours):
         return "dense"
+    if keeps_latents(text_config_of(model)):
+        return "latent"
     if len(ours) < len(layers):
         return "some"
     return "rings" if any(layer.layer_type == "sliding_attention" for layer in ours) else "codes"
@@ -58,7 +62,6 @@ def how_refused(model_type: str) -> str | None:
         KVQuantCache(AutoConfig.for_model(model_type), "int4")
     except NotImplementedError as error:
         marks = {
-            "(MLA)": "latent",
             "cache of another model": "shared",
             "`num_hidden_layers`": "parts",
             "no keys and values": "states",

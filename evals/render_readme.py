@@ -8,8 +8,8 @@ by the numbers in its description, since its bytes depend on the version of matp
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
 many new tokens, `render_batching.py` that of many requests, with its picture, `render_parallel.py` that of several
 GPUs, `render_families.py` that of model families, `render_itl.py` that of steps by the tokens held, with its picture,
-`render_real.py` those of a real model, `render_recipes.py` those of published recipes, `render_ablation.py` and
-`render_weights.py` those of quantised weights.
+`render_latent.py` that of latents, `render_real.py` those of a real model, `render_recipes.py` those of published
+recipes, `render_ablation.py` and `render_weights.py` those of quantised weights.
 The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
 
@@ -28,6 +28,7 @@ import render_chunks
 import render_families
 import render_generate
 import render_itl
+import render_latent
 import render_parallel
 import render_real
 import render_recipes
@@ -67,6 +68,7 @@ OPTIONAL_FILES += (
     "batching_host",
     "chunks_pages",
     "itl",
+    "latent",
 )
 # Of a model whose weights are too large for the repository. Its parts say so until there are results.
 LARGER_FILES = ("recipes_larger", "ablation_larger", "ablation_larger_outliers")
@@ -139,7 +141,8 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
             render_recipes.task_caption(recipes, "The reference model"),
         ],
     }
-    paragraphs |= {"recipes-larger": [NOT_MEASURED], "ablation-larger": [NOT_MEASURED], "itl": [NOT_MEASURED]}
+    not_yet = "recipes-larger", "ablation-larger", "itl", "latent"
+    paragraphs |= {name: [NOT_MEASURED] for name in not_yet}
     if "recipes_larger" in results:
         paragraphs["recipes-larger"] = render_recipes.larger(results["recipes_larger"], recipes)
     if "itl" in results:
@@ -182,6 +185,9 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     if "parallel" in results:
         parallel = results["parallel"]
         paragraphs["parallel"] = [render_parallel.step_table(parallel), render_parallel.caption(parallel)]
+    if "latent" in results:
+        latent = results["latent"]
+        paragraphs["latent"] = [render_latent.step_table(latent), render_latent.caption(latent)]
     if "scenarios" in results:
         scenarios = results["scenarios"]
         paragraphs["scenarios"] = [

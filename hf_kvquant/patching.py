@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from .attention import latent
 from .attention import unregistered as own_attention
 from .attention.registry import implementation_name, is_ours, is_upstream, joins_masks, not_upstream, set_attention
 from .batching import hook as batching
@@ -32,6 +33,7 @@ from .generate.hook import HOOK, asks_for_us, check_folded, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
 from .models import rounding
+from .models.latent import check_latent, keeps_latents
 from .models.layers import keeps_cache, layers_of
 from .models.parts import generating_parts, stand_ins
 from .models.sharding import check_heads
@@ -256,6 +258,8 @@ def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     text_config = text_config_of(model)
     layer_types, _ = layers_of(text_config)
     check_model(text_config, layer_types, config)
+    if keeps_latents(text_config):
+        check_latent(model, "patch")
     if not keeps_cache(model):
         raise NotImplementedError(
             f"patch: {type(model).__name__} does not keep its state in a cache of transformers, so there are no keys "
@@ -298,6 +302,7 @@ def _previous_attention(model: PreTrainedModel) -> str:
 def _unroute_attention(model: PreTrainedModel, previous: str) -> None:
     """Undo `_route_attention`."""
     own_attention.unpatch(model)
+    latent.unpatch(model)
     switching.unpatch(model)
     set_attention(model, previous)
 
@@ -309,6 +314,7 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
         return
     switching.patch(model)
     set_attention(model, name)
+    latent.patch(model, is_ours)
     reason = why_dense(model)
     if reason is not None and not notes_on(model).is_told:
         notes_on(model).is_told = True

@@ -21,16 +21,17 @@ from .attention.registry import NOT_QUANTIZED
 from .cache.cache import KVQuantCache
 from .cache.handle import LOOKED_INSIDE
 from .cache.layers import KVQuantLayer
-from .cache.support import check_layers, other_caches
+from .cache.support import check_layers, formats_of, other_caches
 from .calibration.smoothing import smoothing_of
 from .common.tables import html, plain, table_of
-from .config import KVQuantConfig
+from .config import KVQuantConfig, LayerFormats
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
+from .models.latent import head_dims_of, latent_sizes
 from .models.layers import count_layers, layer_devices, named_types, shared_layers
 from .models.parts import generating_parts
 from .models.rounding import rounded
-from .models.text_config import check_is_model, head_dim_of, text_config_of
+from .models.text_config import check_is_model, text_config_of
 from .patching import why_dense
 from .preflight.verdict import measured, name_of
 from .state import notes_on, patch_of
@@ -181,7 +182,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
     unused = "" if why is None else f"the last call of generate used no cache of hf_kvquant: {why}"
     if unused:
         others |= dict.fromkeys(range(len(names)), unused)
-    devices = layer_devices(model)
+    devices, quantized = layer_devices(model), formats_of(text_config, config)
     dense = why_dense(model)
     if dense is not None and patch is None:
         dense = LOOKED_INSIDE
@@ -196,16 +197,19 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             layers.append(LayerReport(index, layer_type, None, str(device), TRANSFORMERS, others[index], {}))
             continue
         tally: Mapping[str, int] = {} if patch is None else patch.fallbacks.get(index, {})
-        head_dim = head_dim_of(text_config.per_layer_config[index])
-        head_dims: tuple[int, ...] = () if head_dim is None else (head_dim,)
+        head_dims = head_dims_of(text_config.per_layer_config[index])
         if cache is not None:
             layer = cache.layers[index]
             assert isinstance(layer, KVQuantLayer)
             tally = layer.storage.tally.fallbacks
             if layer.storage.is_allocated:
                 device, head_dims = layer.storage.device, layer.storage.shape[2:]
-        kernel, reason = _served_by(config, index, device, head_dims, dense)
-        name = name_of(config.formats(index))
+        formats = quantized[index]
+        kernel, reason = _served_by(formats, device, head_dims, dense)
+        name = name_of(formats)
+        if latent_sizes(text_config.per_layer_config[index]) is not None:
+            name = name.replace("key", "latent").replace("value", "rope part")
+            kernel, reason = _served_over_latents(device) if dense is None else (kernel, reason)
         layers.append(LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally)))
     unpatched = [name for name, part in generating_parts(model).items() if patch_of(part) is None]
     return Report(
@@ -245,10 +249,10 @@ def _cost(model: PreTrainedModel, config: KVQuantConfig) -> str:
 
 
 def _served_by(
-    config: KVQuantConfig, index: int, device: torch.device, head_dims: tuple[int, ...], dense: str | None
+    formats: LayerFormats, device: torch.device, head_dims: tuple[int, ...], dense: str | None
 ) -> tuple[str, str]:
     """What computes the attention of a layer whose cache is ours, and why it is not a compiled kernel."""
-    if not config.formats(index).is_quantized:
+    if not formats.is_quantized:
         return "transformers, over unquantised keys and values", NOT_QUANTIZED
     if dense is not None:
         return f"transformers, over {DENSE}", dense
@@ -257,6 +261,13 @@ def _served_by(
     without = ops.why_reference(device, *head_dims)
     reason = "" if without is None else f"no compiled kernels for {without.what} ({without.reason}). {without.remedy}"
     return ops.kernel_name(device, *head_dims), reason
+
+
+def _served_over_latents(device: torch.device) -> tuple[str, str]:
+    """What computes the attention of a layer that keeps latents, and why it is not a compiled kernel."""
+    if device.type == "cpu" and ops.has_kernels("cpu"):
+        return ops.kernel_name(device), ""
+    return "PyTorch, absorbed", f"no compiled kernel attends to latents (MLA) on {device.type}"
 
 
 def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:

@@ -28,16 +28,18 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    Mistral4ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched
 from hf_kvquant.attention.registry import attention
 from hf_kvquant.cache.layers import KVQuantLayer
-from hf_kvquant.cache.support import quantized_layers
+from hf_kvquant.cache.support import formats_of
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.models.layers import layers_of
 from hf_kvquant.ops import MAX_DRAFTED
@@ -101,6 +103,36 @@ _SHARED = {
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+# Multi-head Latent Attention: a latent of 64 channels and a rope part of 16 for all heads. One layer has experts.
+_LATENT = {
+    "head_dim": LEFT_OUT,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+_LATENT_MOE = {
+    **_LATENT,
+    **_MOE,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+# RoPE for four times 32 positions, and queries that grow with their position.
+_STRETCHED = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
@@ -230,6 +262,42 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
         },
     ),
+    # Latents for all heads in place of keys and values.
+    "deepseek_v2": Family("deepseek_v2", _LATENT_MOE),
+    "deepseek_v3": Family("deepseek_v3", _LATENT_MOE),
+    "glm4_moe_lite": Family("glm4_moe_lite", _LATENT_MOE),
+    "minicpm3": Family("minicpm3", _LATENT),
+    "mistral4": Family("mistral4", {**_LATENT_MOE, "rope_parameters": _STRETCHED}),
+    "youtu": Family("youtu", _LATENT),
+    "sarvam_mla": Family("sarvam_mla", _LATENT_MOE),
+    "axk1": Family("axk1", _LATENT_MOE),
+    "longcat_flash": Family(
+        "longcat_flash",
+        {
+            **_LATENT,
+            "head_dim": 16,
+            "num_hidden_layers": LEFT_OUT,
+            "num_layers": 1,  # each has two layers of the cache
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 32,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+    ),
+    "kimi_linear": Family(
+        "kimi_linear",
+        {
+            **_LATENT_MOE,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+        },
+    ),
+    "bailing_hybrid": Family(
+        "bailing_hybrid",
+        {**_LATENT_MOE, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "jetmoe": Family("jetmoe", {**_MOE, "kv_channels": HEAD_DIM}, is_served=False),
     "diffllama": Family("diffllama", is_served=False),
     "xglm": Family("xglm", {"d_model": 4 * HEAD_DIM, "attention_heads": 4, "ffn_dim": 48}, is_served=False),
@@ -243,6 +311,9 @@ FAMILIES: dict[str, Family] = {
     "falcon_new": Family("falcon", {**_FALCON, "new_decoder_architecture": True}),
     "mpt": Family("mpt", {"d_model": 4 * HEAD_DIM, "n_heads": 4, "n_layers": 2, "use_cache": True}),
 }
+
+# Some are younger than the oldest release that is supported.
+FAMILIES = {name: family for name, family in FAMILIES.items() if family.model_type in CONFIG_MAPPING}
 
 # Those that continuous batching serves.
 _BATCHED = {
@@ -280,7 +351,9 @@ def build(model_type: str, dtype: torch.dtype = torch.float32, attention: str | 
     sizes = {name: value for name, value in {**COMMON, **options}.items() if value is not LEFT_OUT}
     config = AutoConfig.for_model(model_type, **sizes)
     kwargs = {} if attention is None else {"attn_implementation": attention}
-    model = AutoModelForCausalLM.from_config(config, **kwargs)
+    # Mistral 4 is part of a model that sees pictures, and not among those that the class for all knows.
+    kind = Mistral4ForCausalLM._from_config if model_type == "mistral4" else AutoModelForCausalLM.from_config
+    model = kind(config, **kwargs)
     return randomized(model).to(dtype).eval()
 
 
@@ -596,9 +669,9 @@ class ReferenceCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         quant_config = KVQuantConfig.resolve(preset_or_config)
-        layer_types, _ = layers_of(config.get_text_config(decoder=True))
-        for index in quantized_layers(layer_types, quant_config):
-            formats = quant_config.formats(index)
+        text_config = config.get_text_config(decoder=True)
+        layer_types, _ = layers_of(text_config)
+        for index, formats in formats_of(text_config, quant_config).items():
             if layer_types[index] == "sliding_attention":
                 # All tokens are kept, and what lies before the window is hidden by the mask alone.
                 formats = dataclasses.replace(formats, sink_length=0)

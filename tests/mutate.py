@@ -973,8 +973,8 @@ MUTATIONS = [
             "balancing",
         ),
         (
-            'if each.is_rotated and "smooth" in config',
-            'if "smooth" in config',
+            'if each.is_rotated and "smooth" in wanted',
+            'if "smooth" in wanted',
             "a forward is spent where factors have no part",
             "balancing",
         ),
@@ -1400,6 +1400,54 @@ MUTATIONS = [
             "false",
             "chunks are appended by the kernel for single tokens",
             "ops cuda_decode",
+        ),
+    ),
+    *of(
+        "hf_kvquant/attention/latent.py",
+        (
+            "softmax_scale=scaling, starts=starts)",
+            "softmax_scale=1.0, starts=starts)",
+            "latents get another scale than keys",
+            "latent",
+        ),
+        (
+            "return out if transform is None else reference.rotate(out.float()).to(out.dtype)",
+            "return out",
+            "sums of rotated latents stay rotated",
+            "latent",
+        ),
+        (
+            "if is_causal and storage.serves_latent",
+            "if storage.serves_latent",
+            "masks with holes are forgotten over latents",
+            "latent",
+        ),
+        (
+            "if isinstance(latent, KVHandle) and is_ours(module.config._attn_implementation):",
+            "if isinstance(latent, KVHandle):",
+            "another attention gets latents for keys",
+            "latent",
+        ),
+    ),
+    *of(
+        "csrc/cpu/attend.h",
+        (
+            "rotate_row(work.tile, value_dim);",
+            "",
+            "sums of rotated latents stay rotated",
+            "latent_ops",
+        ),
+        (
+            "const float ratio = factors[r] == work.factors[r] ? 1.0f : work.factors[r] / factors[r];",
+            "const float ratio = 1.0f;",
+            "scores of rope parts have the factor of latents",
+            "latent_ops",
+        ),
+        (
+            "if (params.is_latent && value_kernel->restore != nullptr) value_kernel = &kTileValues;",
+            "",
+            "sums of rotated latents meet those of flawed codes",
+            "latent_ops",
         ),
     ),
     *of(

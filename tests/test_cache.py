@@ -543,14 +543,6 @@ def test_another_batch_in_generate() -> None:
 
 
 REFUSALS: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
-    "mla": (
-        lambda: AutoConfig.for_model("deepseek_v3"),
-        "int8",
-        {},
-        NotImplementedError,
-        "KVQuantCache: deepseek_v3 keeps a latent (MLA) cache, which cannot be quantised per head. "
-        "Leave the model unpatched.",
-    ),
     "picks_keys": (
         lambda: AutoConfig.for_model("doge"),
         "int8",
@@ -715,19 +707,6 @@ def test_layers_that_share_a_cache_are_not_missed() -> None:
     with patched(model, "int8"):
         for how in ("generate", "forward"):
             call(how, model, KVQuantCache(model.config, "int8"))
-
-
-# dots3_note_text is younger than the transformers that still runs on Python 3.10.
-@pytest.mark.parametrize(
-    "model_type",
-    sorted(
-        {"deepseek_v2", "deepseek_v32", "axk2", "glm_moe_dsa", "longcat_flash", "minicpm3", "dots3_note_text", "hy_v4"}
-        & set(CONFIG_MAPPING)
-    ),
-)
-def test_models_with_latent_caches(model_type: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"keeps a latent \(MLA\) cache"):
-        KVQuantCache(AutoConfig.for_model(model_type))
 
 
 @pytest.mark.parametrize(

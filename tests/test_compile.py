@@ -186,6 +186,14 @@ def test_models_that_look_inside_compile_one_graph() -> None:
     check_one_graph()
 
 
+@pytest.mark.parametrize("preset", ["none", "int8"])
+def test_latents_compile_one_graph(preset: str) -> None:
+    model = models.build("minicpm3", **FAMILIES["minicpm3"].options)
+    output = check_same_generation(model, {"preset": preset, "max_cache_len": 32}, compiled_for("eager"))
+    assert not cache_of(output).storages[0].tally.fallbacks
+    check_one_graph()
+
+
 # The compiler looks at BLOOM's GELU in a way that torch itself calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")
 @pytest.mark.full(

@@ -40,6 +40,7 @@ import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.models import probing
+from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.spec import reference
 from hf_kvquant.storage.tally import _log_fallback
 from hf_kvquant.upstream.releases import CHECKPOINTING_DROPS_CACHES, cache_of, with_cache
@@ -62,7 +63,10 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str) -> None:
         output = greedy(model, left_padded())
     assert isinstance(cache_of(output), KVQuantCache)
     compare.assert_same(output.sequences, expected.sequences, f"{family}, tokens")
-    compare.assert_same(logits(output), logits(expected), f"{family}, logits")
+    # Attention that is absorbed sums in another order.
+    is_absorbed = bool([*latent_attentions(model)])
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32) if is_absorbed else 0.0
+    compare.assert_close(logits(output), logits(expected), bound, f"{family}, logits")
 
 
 @pytest.mark.full(

@@ -304,28 +304,7 @@ def test_enable_and_disable_restore_the_method_of_transformers() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def tiny_deepseek() -> Any:
-    return models.build(
-        "deepseek_v3",
-        head_dim=models.LEFT_OUT,
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        first_k_dense_replace=2,
-    )
-
-
 REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "mla": (
-        tiny_deepseek,
-        "int8",
-        NotImplementedError,
-        "KVQuantCache: deepseek_v3 keeps a latent (MLA) cache, which cannot be quantised per head. "
-        "Leave the model unpatched.",
-    ),
     "encoder_decoder": (
         models.bart,
         {"preset": "int8", "capture": True},

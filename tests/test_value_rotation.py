@@ -359,8 +359,8 @@ def test_what_is_no_decoder_is_refused() -> None:
 
 def test_a_latent_cache_is_refused() -> None:
     model = build()
-    model.config.kv_lora_rank = 16
-    assert_refused(model, NotImplementedError, r"keeps a latent \(MLA\) cache")
+    model.config.kv_lora_rank, model.config.qk_rope_head_dim = 16, 8
+    assert_refused(model, NotImplementedError, r"which keeps latents \(MLA\)")
 
 
 def test_an_odd_head_dim_is_refused() -> None:

@@ -7,6 +7,8 @@
 // Such elements are replaced by 0 in the tile, and the sums of the rows that see their token are set to NaN (`poison`).
 #pragma once
 
+#include <optional>
+
 #include "attend_table.h"
 
 namespace hf_kvquant::cpu::KVQ_ISA {
@@ -172,13 +174,13 @@ void merge_row(const Row& other, const float* other_out, int value_dim, Row& row
 struct Run {
   int end;
   int slot, offset;  // token t of the sequence is in row t - offset of the codes, at this first index
-  bool has_dense_keys, has_dense_values;
-  int key_row, value_row;  // in the tails, of the first token of the run, if dense
+  bool has_dense_keys, has_dense_values, has_dense_rope;
+  int key_row, value_row, rope_row;  // in the tails, of the first token of the run, if dense
 };
 
 Run run_from(const DecodeParams& params, int b, int token, int end) {
   const Place place = place_of(params, b, token);
-  Run run = {end, place.slot, token - place.row, false, false, 0, 0};
+  Run run = {end, place.slot, token - place.row, false, false, false, 0, 0, 0};
   const int start = params.starts == nullptr ? 0 : params.starts[b];
   const auto cut = [&run, token](int64_t at) {
     if (token < at && at < run.end) run.end = static_cast<int>(at);
@@ -198,7 +200,13 @@ Run run_from(const DecodeParams& params, int b, int token, int end) {
   const bool is_paged = params.page_table != nullptr;
   if (params.is_ring || is_paged) cut(int64_t{run.offset} + (is_paged ? params.page_rows : params.capacity));
   look(params.key_side, run.has_dense_keys, run.key_row);
-  look(params.value_side, run.has_dense_values, run.value_row);
+  if (params.is_latent) {
+    run.has_dense_values = run.has_dense_keys;
+    run.value_row = run.key_row;
+    look(params.value_side, run.has_dense_rope, run.rope_row);
+  } else {
+    look(params.value_side, run.has_dense_values, run.value_row);
+  }
   if (params.key_side.has_channel_scales) cut((int64_t{token} / kBlockSize + 1) * kBlockSize);
   return run;
 }
@@ -208,44 +216,100 @@ Work make_work(const DecodeParams& params, const AttendTask& task, float* memory
 #if KVQ_WIDTH == 16
   return Work(params, task, memory,
               {kMaxRows / 4 * static_cast<int64_t>(sizeof(QuerySet)), kMaxRows / 4 * query_set_bytes(params.key_side),
-               weights_bytes(params.value_side)});
+               weights_bytes(values_of(params))});
 #else
   return Work(params, task, memory, {0, 0, 0});
 #endif
 }
 
-int64_t attend_scratch(const DecodeParams& params) { return make_work(params, AttendTask(), nullptr).size; }
+// --- latents ---------------------------------------------------------------------------------------------------------
+
+// The products of queries with rope parts: those with the keys of a cache that has rope parts for keys.
+DecodeParams rope_params(const DecodeParams& params) {
+  DecodeParams rope = params;
+  rope.is_latent = false;
+  rope.key_side = params.value_side;
+  rope.key_transform = {};
+  const int64_t num_bytes = static_cast<int64_t>(params.key_side.head_dim) * bytes_of(params.query.dtype);
+  rope.query.data = static_cast<const uint8_t*>(params.query.data) + num_bytes;
+  return rope;
+}
+
+struct Rope {
+  const DecodeParams params;
+  Work work;
+  const Side tail;
+  const Keys keys, dense_keys;
+
+  Rope(const DecodeParams& of_latents, const AttendTask& task, float* memory)
+      : params(rope_params(of_latents)),
+        work(make_work(params, task, memory)),
+        tail(tail_of(params.key_side)),
+        keys{params.key_side, find_kernel(kKeyKernels, params.key_side, task.num_rows, params.query.dtype), work.query},
+        dense_keys{tail, find_kernel(kKeyKernels, tail, task.num_rows, params.query.dtype), work.dense_query} {}
+
+  void load(const Row& row, int r) { load_query(work, row, r); }
+
+  // Adds to the scores of latents, which are multiplied by `factors` later.
+  void add_scores(const Run& run, int slot, int begin, int from_run, int count, const float* factors, float* scores) {
+    work.slot = slot;
+    const Keys& chosen = run.has_dense_rope ? dense_keys : keys;
+    chosen.kernel->score(work, chosen, run.has_dense_rope ? run.rope_row + from_run : begin, count);
+    for (int r = 0; r < work.task.num_rows; ++r) {
+      const float ratio = factors[r] == work.factors[r] ? 1.0f : work.factors[r] / factors[r];
+      for (int t = 0; t < kTile; t += kWidth) {
+        const int at = r * kTile + t;
+        store(scores + at, fma(KVQ_ISA::load(work.scores + at), broadcast(ratio), KVQ_ISA::load(scores + at)));
+      }
+    }
+  }
+};
+
+int64_t attend_scratch(const DecodeParams& params) {
+  const int64_t size = make_work(params, AttendTask(), nullptr).size;
+  return params.is_latent ? size + make_work(rope_params(params), AttendTask(), nullptr).size : size;
+}
 
 void attend(const DecodeParams& params, const AttendTask& task, float* scratch, const Partial& partial) {
   Work work = make_work(params, task, scratch);
   const bool has_blocks = params.key_side.has_channel_scales;
   Row rows[kMaxRows], dense_rows[kMaxRows];
   const Side key_codes = has_blocks ? codes_of_blocks(params.key_side) : params.key_side;
-  const Side key_tail = tail_of(params.key_side), value_tail = tail_of(params.value_side);
+  const Side& value_side = values_of(params);
+  const Side key_tail = tail_of(params.key_side), value_tail = tail_of(value_side);
   const auto keys_of = [&](const Side& side, float* query) {
     return Keys{side, find_kernel(kKeyKernels, side, task.num_rows, params.query.dtype), query};
   };
   const Keys keys = keys_of(key_codes, has_blocks ? work.scaled_query : work.query);
   const Keys dense_keys = keys_of(key_tail, work.dense_query);
-  const auto* value_kernel = find_kernel(kValueKernels, params.value_side, task.num_rows, params.query.dtype);
+  // Sums of rotated latents are rotated back before those of dense ones join them. So they need an order that knows no
+  // flawed codes, whose sums are kept with those of dense values.
+  const auto* value_kernel = find_kernel(kValueKernels, value_side, task.num_rows, params.query.dtype);
+  if (params.is_latent && value_kernel->restore != nullptr) value_kernel = &kTileValues;
   const auto* tail_kernel = find_kernel(kValueKernels, value_tail, task.num_rows, params.query.dtype);
   const auto restore = value_kernel->restore;
-  const Values values = {params.value_side, value_kernel, rows, work.out,
-                         restore == nullptr ? work.value_stride : sums_stride(params.value_side)};
+  const Values values = {value_side, value_kernel, rows, work.out,
+                         restore == nullptr ? work.value_stride : sums_stride(value_side)};
   const Values dense_values = {value_tail, tail_kernel, dense_rows, work.dense_out, work.value_stride};
   // Codes whose sums cannot be in the order of the others, because a scale is not finite.
-  const Values flawed_values = {params.value_side, value_kernel, dense_rows, work.dense_out, work.value_stride};
+  const Values flawed_values = {value_side, value_kernel, dense_rows, work.dense_out, work.value_stride};
+  std::optional<Rope> rope;
+  if (params.is_latent) rope.emplace(params, task, scratch + make_work(params, task, nullptr).size);
 
   for (int r = 0; r < round_up(task.num_rows, 4); ++r) {  // kernels may compute rows that are not there
     rows[r] = dense_rows[r] = r < task.num_rows ? make_row(params, task, r) : rows[r - 1];
     if (!task.has_queries && r < task.num_rows) load_query(work, rows[r], r);
+    if (rope.has_value() && !task.has_queries && r < task.num_rows) rope->load(rows[r], r);
   }
   if (!has_blocks && !task.has_queries && keys.kernel->prepare != nullptr) keys.kernel->prepare(work, keys);
+  if (rope.has_value() && !task.has_queries && rope->keys.kernel->prepare != nullptr) {
+    rope->keys.kernel->prepare(rope->work, rope->keys);
+  }
   std::memset(work.out, 0, sizeof(float) * round_up(task.num_rows, 4) * values.stride);
   bool has_dense_sums = false;
   const int tail_slot = tail_slot_of(params, task.b);
 
-  Run run = {task.begin, 0, 0, false, false, 0, 0};
+  Run run = {task.begin, 0, 0, false, false, false, 0, 0, 0};
   for (int begin = task.begin, first_of_run = begin, scaled_block = -1, end; begin < task.end; begin = end) {
     if (begin == run.end) {
       run = run_from(params, task.b, begin, task.end);
@@ -265,6 +329,10 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
       }
       keys.kernel->score(work, keys, first, count);
     }
+    if (rope.has_value()) {
+      rope->add_scores(run, run.has_dense_rope ? tail_slot : run.slot, first, from_run, count, work.factors,
+                       work.scores);
+    }
     work.slot = run.has_dense_values ? tail_slot : run.slot;
     const bool is_flawed = !run.has_dense_values && restore != nullptr &&
                            !load_scales(values.side, work.slot, task.kv_head, first, count, work.value_scale,
@@ -283,7 +351,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
     if (is_flawed || !target.kernel->add(work, target, begin, row, count)) add_tile(work, target, begin, row, count);
   }
 
-  const int value_dim = params.value_side.head_dim;
+  const int value_dim = value_side.head_dim;
   for (int r = 0; r < task.num_rows; ++r) {
     float* result = partial.out + static_cast<int64_t>(r) * value_dim;
     const float* out = work.out + r * values.stride;
@@ -291,6 +359,11 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
       restore(values.side, out, result);
     } else {
       std::memcpy(result, out, sizeof(float) * value_dim);
+    }
+    if (params.is_latent && params.key_transform.is_rotated) {
+      load_row({result, Dtype::fp32, 0, 0, 0}, 0, value_dim, work.tile);
+      rotate_row(work.tile, value_dim);
+      std::memcpy(result, work.tile, sizeof(float) * value_dim);
     }
     if (has_dense_sums) merge_row(dense_rows[r], work.dense_out + r * work.value_stride, value_dim, rows[r], result);
     partial.max[r] = rows[r].max;
@@ -302,7 +375,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
 
 void finish(const DecodeParams& params, const AttendTask& task, const Partial* partials, int num_partials,
             float* scratch) {
-  const int value_dim = params.value_side.head_dim;
+  const int value_dim = values_of(params).head_dim;
   const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
   for (int r = 0; r < task.num_rows; ++r) {
     const int head = task.kv_head * num_q_per_kv + (task.first_row + r) % num_q_per_kv;

@@ -2,6 +2,8 @@
 // shape. Nothing else decides this.
 #pragma once
 
+#include <iterator>
+
 #include "attend_float.h"
 
 #if KVQ_WIDTH == 16
@@ -67,6 +69,8 @@ constexpr ValueKernel kValueKernels[] = {
     {{kAll,      kAny,       kWidth,    1,     8,        8,        0},        add_codes,    nullptr},
     {{kAll,      kAny,            1,    1,     kMaxRows, kMaxRows, kMaxRows}, add_tile,     nullptr},
 };
+
+constexpr const ValueKernel& kTileValues = kValueKernels[std::size(kValueKernels) - 1];
 
 // nullptr for a tail that is not there.
 template <class Kernel, int kCount>

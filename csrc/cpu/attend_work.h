@@ -101,7 +101,7 @@ struct Work {
       memory = reinterpret_cast<float*>(reinterpret_cast<intptr_t>(memory) + bytes);
       return start;
     };
-    const Side &key = params.key_side, &value = params.value_side;
+    const Side &key = params.key_side, &value = values_of(params);
     key_stride = padded_row(key.head_dim);
     value_stride = padded_row(value.head_dim);
     const int64_t rows = kMaxRows, query_size = rows * key_stride;

@@ -257,7 +257,7 @@ void decode(const DecodeParams& params) {
   if (params.batch == 0 || params.q_len == 0) return;
   const Kernels& kernels = *current_set().load()->kernels;
   const Plan plan = make_plan(params, kernels.max_rows);
-  const int value_dim = params.value_side.head_dim;
+  const int value_dim = values_of(params).head_dim;
   const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
   const int64_t partial_size = static_cast<int64_t>(plan.rows_per_block) * (value_dim + 2);
   const int64_t num_blocks = static_cast<int64_t>(params.batch) * params.num_kv_heads * plan.num_row_blocks;

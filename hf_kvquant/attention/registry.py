@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache.handle import KVHandle
+from ..cache.handle import KVHandle, KVStep
 from ..models.text_config import decoder_part, text_config_of
 from ..state import notes_on
+from ..storage.layer_store import LayerStore
+from . import latent
 from .masks import attention_mask, dense_mask, is_bounds, mask_over_changed
 
 NAME = "hf_kvquant"
@@ -132,6 +134,8 @@ def attention(
         return attend_densely(key, value, attention_mask)
     check_request(module, kwargs)
     step, storage = key.step, key.step.storage
+    if latent.keeps_latent(module):
+        return _over_latents(prev, module, query, step, attention_mask, dropout, scaling, kwargs)
     reason = why_not_kernel(prev, module, query, attention_mask, storage.is_quantized, dropout, kwargs)
     if reason is None:
         out, _ = storage.attend(
@@ -142,14 +146,49 @@ def attention(
             **options_of(prev, kwargs),
         )
         return out, None
-    if is_bounds(attention_mask) and not torch.compiler.is_compiling():
-        storage.starts = attention_mask[0].view(-1)  # padding may go on after the first chunk
+    _note_starts(storage, attention_mask)
     dense_key, dense_value = step.dense(reason)
-    mask = attention_mask
-    if mask is None or is_bounds(mask):
-        offset = storage.query_offset(query.shape[2])
-        mask = dense_mask(prev, query, dense_key.shape[2], offset, mask, storage.window, storage.offset)
-    return attend_densely(dense_key, dense_value, mask)
+    return attend_densely(dense_key, dense_value, _mask_over(prev, query, storage, attention_mask))
+
+
+def _over_latents(
+    prev: str,
+    module: nn.Module,
+    query: Tensor,
+    step: KVStep,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """`attention` over the handles of latents and rope parts: absorbed, or over keys and values made of them."""
+    storage, q_len = step.storage, query.shape[2]
+    plain = None if is_bounds(mask) else mask
+    reason = why_not_kernel(prev, module, query, None, True, dropout, kwargs) or latent.why_expanded(module, plain)
+    _note_starts(storage, mask)
+    if reason is None and q_len <= latent.largest_absorbed(module):
+        softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        starts = mask[0].view(-1) if is_bounds(mask) else None
+        make_mask = functools.partial(_mask_over, "sdpa", query, storage, mask)
+        out = latent.attend_latent(module, query, storage, starts, make_mask, softmax_scale, is_causal=plain is None)
+        return out, None
+    dense = step.dense(reason) if reason is not None else storage.dense_step()
+    expanded = latent.expand(module, *dense)
+    mask = _mask_over(prev, query, storage, mask)
+    return call_previous(prev, module, query, *expanded, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _note_starts(storage: LayerStore, mask: Tensor | None) -> None:
+    if is_bounds(mask) and not torch.compiler.is_compiling():
+        storage.starts = mask[0].view(-1)  # padding may go on after the first chunk
+
+
+def _mask_over(prev: str, query: Tensor, storage: LayerStore, mask: Tensor | None) -> Any:
+    """The mask that `prev` would have got over the dense tokens of a layer."""
+    if mask is not None and not is_bounds(mask):
+        return mask
+    offset = storage.query_offset(query.shape[2])
+    return dense_mask(prev, query, storage.num_shown, offset, mask, storage.window, storage.offset)
 
 
 def options_of(prev: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_psutil_available
 
 from ..attention.registry import is_ours, is_upstream, not_upstream
 from ..config import KVQuantConfig
+from ..models.latent import keeps_latents
 from ..models.layers import layers_of
 from ..models.probing import states_of_a_token, why_without_cache
 from ..models.sharding import why_not_captured
@@ -120,6 +121,8 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         yield "takes no further arguments that it passes on to attention, and pages come with these."
+    if keeps_latents(text_config_of(model)):
+        yield "keeps latents (MLA), which have no pages yet, as in transformers."
     found = set(_types_of(model))
     if "sliding_attention" in found and not config.sliding:
         yield "is patched with sliding=False, but all layers share pages of codes. Patch it without."

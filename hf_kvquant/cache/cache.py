@@ -2,7 +2,8 @@
 
 A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, sliding-window layers become rings
 (`rows.py`), and layers that also have a recurrent state become hybrid layers. Other layers (chunked or
-linear attention) keep transformers' own classes. Caches that cannot be quantised per head (latent caches) are refused.
+linear attention) keep transformers' own classes. Layers that keep latents (MLA) are full-attention layers whose key is
+the latent and whose value is the rope part, each with one head (`models/latent.py`).
 
 For the first chunk, `update` returns the tensors it was given, so prefill runs as usual and the first token is exact.
 After that, `update` returns handles (`handle.py`), and `attention/registry.py` computes attention from their codes.
@@ -23,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, QuantizedCache
 
-from ..config import DEFAULT_PRESET, KVQuantConfig
+from ..config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from ..models.layers import layers_of, num_readers
 from ..models.text_config import decoder_config
 from ..spec.key_transform import KeyTransform
@@ -37,7 +38,7 @@ from .file import load_cache, save_cache
 from .handle import MaskNotes
 from .layers import KVQuantLayer, new_layer, transformers_layer
 from .steps import Steps
-from .support import OTHER_MODEL, check_model, quantized_layers
+from .support import OTHER_MODEL, check_model, formats_of
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
@@ -95,11 +96,11 @@ class KVQuantCache(QuantizedCache):
         text_config = decoder_config(config)
         layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, dataclasses.replace(quant_config, max_cache_len=max_cache_len))
-        quantized = quantized_layers(layer_types, quant_config)
+        quantized = formats_of(text_config, quant_config)
         foreign = [index for index in key_transforms or () if index not in quantized]
         if foreign:
             raise ValueError(
-                f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
+                f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {[*quantized]}, "
                 f"got {foreign}. Was it made for another model?"
             )
         self.quant_config = quant_config
@@ -107,7 +108,7 @@ class KVQuantCache(QuantizedCache):
         self.has_transforms = key_transforms is not None
         self.num_layers = len(layer_types)  # `layers` may grow: Dory adds copies for the loops over its layers
         self.notes = MaskNotes(self.num_layers)
-        transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
+        transforms = _own_transforms(quantized) if key_transforms is None else key_transforms
         options: dict[str, Any] = {"max_cache_len": max_cache_len, "lengths": Lengths(pool), "pool": pool}
         offloader = Offloader() if quant_config.offloading else None
         readers = num_readers(text_config)
@@ -117,7 +118,7 @@ class KVQuantCache(QuantizedCache):
                 layers.append(transformers_layer(layer_type, kwargs, max_cache_len))
                 continue
             options |= {"name": f"layer {index}", "key_transform": transforms.get(index)}
-            layer = new_layer(layer_type, kwargs, quant_config.formats(index), self.notes, offloader, options)
+            layer = new_layer(layer_type, kwargs, quantized[index], self.notes, offloader, options)
             layer.storage.has_chunks = readers[index] == 1
             layers.append(layer)
         if not quantized:
@@ -382,10 +383,9 @@ def _check_arguments(
         )
 
 
-def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTransform]:
-    """The transforms that a config determines without the model: rotation only."""
-    rotated = [index for index in range(num_layers) if "rotate" in config.formats(index).transforms]
-    return {index: KeyTransform(is_rotated=True) for index in rotated}
+def _own_transforms(formats: Mapping[int, LayerFormats]) -> dict[int, KeyTransform]:
+    """The transforms that formats determine without the model: rotation only."""
+    return {index: KeyTransform(is_rotated=True) for index, each in formats.items() if "rotate" in each.transforms}
 
 
 @functools.cache

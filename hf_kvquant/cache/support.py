@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import KVQuantConfig, LayerFormats
+from ..models.latent import head_dims_of, keeps_latents, latent_sizes, picks_tokens
 from ..models.layers import layers_of, named_types, shared_layers
-from ..models.text_config import head_dim_of, text_config_of
+from ..models.text_config import text_config_of
+from ..presets import latent_formats
 
 # Layers that keep transformers' own cache layers: they do not grow with the sequence, or hold no keys and values.
 # Sliding windows are among them only where `quantized_layers` leaves them out.
@@ -82,6 +84,27 @@ def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) ->
     return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
 
 
+def formats_of(text_config: PreTrainedConfig, quant_config: KVQuantConfig) -> dict[int, LayerFormats]:
+    """The formats of each layer that a cache quantises: of keys and values, or of latents and rope parts.
+
+    Args:
+        text_config: Of the decoder.
+        quant_config: What the user asks for.
+
+    Raises:
+        ValueError: A layer keeps latents, which cannot have such formats.
+    """
+    layer_types, _ = layers_of(text_config)
+    configs = text_config.per_layer_config
+    found = {}
+    for index in quantized_layers(layer_types, quant_config):
+        found[index] = formats = quant_config.formats(index)
+        sizes = latent_sizes(configs[index]) if index < len(configs) else None
+        if sizes is not None:
+            found[index] = latent_formats("KVQuantCache", formats, sizes[0])
+    return found
+
+
 def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) -> dict[int, str]:
     """The layers whose cache is left to transformers, each with the reason; without a config, as few as possible."""
     text_config = text_config_of(model)
@@ -110,17 +133,15 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         quant_config: What the user asks for.
 
     Raises:
-        NotImplementedError: The model's cache is not keys and values per head, or an option does not work for it.
+        NotImplementedError: The model's cache is neither keys and values per head nor latents, or an option does not
+            work for it.
         ValueError: The config names layers that do not exist, or a format that head_dim does not fit.
     """
     layer_configs, found = text_config.per_layer_config, set(layer_types)
     unknown = sorted(found - {*_FULL_ATTENTION, *_LEFT_TO_TRANSFORMERS})
     unserved = {
-        "keeps a latent (MLA) cache, which cannot be quantised per head": any(
-            getattr(layer_config, "kv_lora_rank", None) is not None for layer_config in layer_configs
-        ),
         "selects the keys that it attends to, which attention over codes does not support": (
-            text_config.model_type in _PICK_KEYS
+            text_config.model_type in _PICK_KEYS or any(map(picks_tokens, layer_configs))
         ),
         f"has layers of type {unknown}, whose caches are not keys and values per head": bool(unknown),
         "attends to the cache of another model in every layer, and has none of its own": found == {"dummy"},
@@ -131,6 +152,11 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
     for why, is_unserved in unserved.items():
         if is_unserved:
             raise NotImplementedError(f"KVQuantCache: {text_config.model_type} {why}. Leave the model unpatched.")
+    if quant_config.capture and keeps_latents(text_config):
+        raise NotImplementedError(
+            f"KVQuantCache: `capture` must be False for {text_config.model_type}, got True: it keeps latents (MLA), "
+            "whose attention is not captured. Leave out capture."
+        )
     if quant_config.static and "cross_attention" in layer_types:
         raise NotImplementedError(
             f"KVQuantCache: `static` must be False for {text_config.model_type}, got True: some of its layers attend "
@@ -158,9 +184,9 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
                 f"{index}: {_why_not_quantized(text_config, index)}. Leave it out."
             )
     # In transformers 5.17, layers at the end that share the keys and values of others have no cache layer at all.
+    layer_formats = formats_of(text_config, quant_config)
     for index, layer_config in zip(range(len(layer_types)), layer_configs, strict=False):
-        head_dim = head_dim_of(layer_config)
-        if index in quantized and head_dim is not None:
-            formats: LayerFormats = quant_config.formats(index)
-            formats.key.num_groups(head_dim)
-            formats.value.num_groups(head_dim)
+        if index in quantized:
+            formats = layer_formats[index]
+            for side, head_dim in zip((formats.key, formats.value), head_dims_of(layer_config), strict=False):
+                side.num_groups(head_dim)

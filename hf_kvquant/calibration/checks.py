@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from ..cache.support import check_model
 from ..config import KVQuantConfig
+from ..models.latent import keeps_latents
 from ..models.layers import keeps_cache, layers_of
 from ..models.sharding import check_whole
 from ..models.text_config import check_is_model, text_config_of
@@ -26,4 +27,10 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
         )
     text_config = text_config_of(model)
     check_model(text_config, layers_of(text_config)[0], KVQuantConfig.from_preset("none"))
+    if keeps_latents(text_config):
+        raise NotImplementedError(
+            f"{where}: `model` must keep keys and values per head, got {type(model).__name__}, which keeps latents "
+            "(MLA). There is nothing to calibrate: caches rotate latents by themselves. `hf-kvquant eval` measures a "
+            "preset."
+        )
     check_whole(model, where)

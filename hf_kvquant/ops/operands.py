@@ -56,6 +56,8 @@ class Operands:
         # Which chunks the op serves that attends to them in one kernel: it needs Hopper's tensor cores.
         self._serves_chunk = torch_ops.serves_chunk.default if serves and codes.device.type == "cuda" else None
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
+        # Only CPUs have a kernel for latents.
+        self.serves_latent = codes.device.type == "cpu" and kernels.has_kernels("cpu") and layout.key.block_size is None
 
     def append(
         self,
@@ -224,6 +226,44 @@ class Operands:
             own = raw.decode(query, None, torch.full_like(lengths, query.shape[2]), **options)
         return reference.merge_attention(*own, before, lse)
 
+    def attend_latent(
+        self,
+        query: Tensor,
+        lengths: Tensor,
+        *,
+        softmax_scale: float,
+        starts: Tensor | None = None,
+        num_splits: int = 0,
+        page_table: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to latents (MLA): the key planes hold latents, which are values, too, and the value planes rope parts.
+
+        Query i sees the tokens up to its own, as in `decode`. A score is `softmax_scale · query · (latent, rope part)`;
+        what is added up are latents. The transform may only rotate; queries and results are in the model's basis.
+
+        Args:
+            query: `[batch, num_q_heads, q_len, latent + rope channels]`, fp32, bf16 or fp16: absorbed.
+            lengths: `[batch]` int32: tokens held, those of the query included.
+            softmax_scale: Multiplies query · key.
+            starts: `[batch]` int32: first position that is not padding; `None` for 0.
+            num_splits: As in `decode`.
+            page_table: As in `append`.
+
+        Returns:
+            out: `[batch, q_len, num_q_heads, latent channels]`, dtype of the query.
+            lse: `[batch, num_q_heads, q_len]` float32.
+
+        Raises:
+            RuntimeError: `query` requires gradients.
+            ValueError: The layout has channel scales, or an argument does not fit; the message names it.
+        """
+        _check_no_gradients(query)
+        *_, is_rotated, layout = self._kinds
+        result: tuple[Tensor, Tensor] = torch_ops.attend_latent.default(
+            query, *self._planes, lengths, starts, softmax_scale, num_splits, is_rotated, layout, page_table
+        )
+        return result
+
     def dequantize(
         self,
         lengths: Tensor,
@@ -233,19 +273,21 @@ class Operands:
         num_tokens: int,
         dtype: torch.dtype,
         num_seen: int = 0,
+        keeps_transform: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Dense keys and values, in the model's basis: see `reference.dequantize_tokens`.
+        """Dense keys and values, by default in the model's basis: see `reference.dequantize_tokens`.
 
         Returns:
             `[batch, num_kv_heads, num_tokens, head_dim]` each.
         """
-        if self._dequantize is not None:
+        if self._dequantize is not None and not keeps_transform:
             number = DTYPES.index(dtype)
             result: tuple[Tensor, Tensor] = self._dequantize(
                 *self._planes, lengths, starts, begin, num_tokens, num_seen, number, *self._kinds
             )
             return result
         options: dict[str, Any] = {"begin": begin, "num_tokens": num_tokens, "dtype": dtype, "num_seen": num_seen}
+        options["keeps_transform"] = keeps_transform
         return dequantize_reference(*self._reference, lengths=lengths, starts=starts, **options)
 
 

@@ -2,11 +2,12 @@
 
 `append` quantises new tokens into planes. `decode` does the same with new tokens, if it is given any, and then attends
 to everything stored. `attend_chunk` attends to what is stored and to new tokens as they are; `serves_chunk` says
-whether it has a kernel for these. `dequantize` returns stored tokens as dense tensors. The schemas are defined here and
-nowhere else; `csrc/` registers kernels for them under the CPU and CUDA keys. Where there is no kernel, `reference.py`
-runs instead: under the same op names if the build has no kernels for the device type, and as `append_reference` and
-`decode_reference` if its kernels do not fit the GPU or the head_dim. `kernels.py` decides that. The planes of a side
-are one list, in the order of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
+whether it has a kernel for these. `attend_latent` attends to latents (MLA). `dequantize` returns stored tokens as dense
+tensors. The schemas are defined here and nowhere else; `csrc/` registers kernels for them under the CPU and CUDA keys.
+Where there is no kernel, `reference.py` runs instead: under the same op names if the build has no kernels for the
+device type, and as `append_reference` and `decode_reference` if its kernels do not fit the GPU or the head_dim.
+`kernels.py` decides that. The planes of a side are one list, in the order of `Planes.tensors`; the integers of `layout`
+are `KVLayout.packed`.
 
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
 kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. So does `packed_linear`, a
@@ -54,6 +55,10 @@ ATTEND_CHUNK_SCHEMA = (
     f"Tensor? alibi_slopes, float softmax_scale, float softcap, {_KINDS}, {_PAGES}) -> (Tensor out, Tensor lse)"
 )
 SERVES_CHUNK_SCHEMA = f"serves_chunk(Tensor query, Tensor key, Tensor value, {_STORED}, int[] layout, {_PAGES}) -> bool"
+ATTEND_LATENT_SCHEMA = (
+    f"attend_latent(Tensor query, {_STORED}, Tensor? starts, float softmax_scale, int num_splits, "
+    f"bool rotates_latent, int[] layout, {_PAGES}) -> (Tensor out, Tensor lse)"
+)
 DEQUANTIZE_SCHEMA = (
     f"dequantize({_STORED}, Tensor? starts, SymInt begin, "
     f"SymInt num_tokens, int num_seen, int dtype, {_KINDS}) -> (Tensor key, Tensor value)"
@@ -171,6 +176,23 @@ def _attend_chunk_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor
     )
 
 
+def _attend_latent_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tensor]:
+    layout, lengths = cache.layout, arguments["lengths"]
+    held = {"lengths": lengths, "starts": arguments["starts"], **layout.windows, "tail_from": cache.tail_from}
+    latent, rope = (
+        reference.dequantize(planes, kv_format, torch.float32, key_transform=transform, **held)
+        for planes, kv_format, transform in zip(cache.planes, layout.formats, (cache.key_transform, None), strict=True)
+    )
+    return reference.decode_attention(
+        arguments["query"],
+        torch.cat((latent, rope), dim=-1),
+        latent,
+        lengths,
+        softmax_scale=arguments["softmax_scale"],
+        starts=arguments["starts"],
+    )
+
+
 def dequantize_reference(
     layout: KVLayout, sides: tuple[Planes, Planes], key_transform: KeyTransform | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -222,6 +244,24 @@ def _attend_chunk(*args: Any) -> tuple[Tensor, Tensor]:
     cache = _checked("attend_chunk", arguments)
     with torch.no_grad(), _linear(cache, arguments, writes=False) as linear:
         return _attend_chunk_reference(arguments, linear)
+
+
+def _attend_latent(*args: Any) -> tuple[Tensor, Tensor]:
+    arguments = _latent_arguments(args)
+    cache = _checked("attend_latent", arguments)
+    if cache.layout.key.block_size is not None:
+        raise ValueError(
+            "attend_latent: `layout` must have no scales for channels of latents, got granularity channel. Use groups."
+        )
+    with torch.no_grad(), _linear(cache, arguments, writes=False) as linear:
+        return _attend_latent_reference(arguments, linear)
+
+
+def _latent_arguments(args: Sequence[object]) -> dict[str, Any]:
+    """The arguments of `attend_latent`, with those that other ops have besides: latents are only ever rotated."""
+    arguments = _arguments_of("attend_latent", args)
+    absent = dict.fromkeys(("key", "value", "key_center", "key_smoothing"))
+    return {**arguments, **absent, "rotates_key": arguments["rotates_latent"]}
 
 
 def _serves_chunk(*args: Any) -> bool:
@@ -394,7 +434,8 @@ def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expe
         query = arguments["query"]
         if query.shape[1] == 0 or query.shape[1] % heads:
             raise ValueError(f"{where}: `query` must have a multiple of {heads} heads, got {query.shape[1]}.")
-        expected["query"] = query, (batch, None, None, cache.head_dims[0]), DTYPES
+        num_channels = sum(cache.head_dims) if where == "attend_latent" else cache.head_dims[0]
+        expected["query"] = query, (batch, None, None, num_channels), DTYPES
         vectors |= {"counters": NUM_COUNTERS, "sinks": query.shape[1], "alibi_slopes": query.shape[1]}
     for name, size in vectors.items():
         dtype = torch.float32 if name in ("sinks", "alibi_slopes") else torch.int32
@@ -432,7 +473,8 @@ def _check_ranks(where: str, arguments: Arguments) -> None:
 
     Sizes are not compared here: a compiler would make every comparison a guard of its graph.
     """
-    for name, is_optional in (("query", False), ("key", where == "decode"), ("value", where == "decode")):
+    has_new = where not in ("decode", "attend_latent")
+    for name, is_optional in (("query", False), ("key", not has_new), ("value", not has_new)):
         x = arguments.get(name)
         if name in arguments and (not is_optional if x is None else x.ndim != 4):
             got = None if x is None else list(x.shape)
@@ -475,6 +517,16 @@ def _attention_fake(op: str) -> Callable[..., tuple[Tensor, Tensor]]:
         return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
 
     return fake
+
+
+def _attend_latent_fake(*args: object) -> tuple[Tensor, Tensor]:
+    arguments = _latent_arguments(args)
+    _check_tensors("attend_latent", arguments)
+    _check_ranks("attend_latent", arguments)
+    query = arguments["query"]
+    batch, num_q_heads, q_len, _ = query.shape
+    out = query.new_empty(batch, q_len, num_q_heads, _Cache.of("attend_latent", arguments).head_dims[0])
+    return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
 
 
 def _dequantize_fake(*args: object) -> tuple[Tensor, Tensor]:
@@ -543,6 +595,7 @@ for _schema in (
     DECODE_SCHEMA,
     ATTEND_CHUNK_SCHEMA,
     SERVES_CHUNK_SCHEMA,
+    ATTEND_LATENT_SCHEMA,
     DEQUANTIZE_SCHEMA,
     *FUSED_SCHEMAS,
     PREFETCH_SCHEMA,
@@ -559,6 +612,7 @@ for _name, _kernel, _fake in (
     ("decode_reference", _decode, _attention_fake("decode")),
     ("attend_chunk", _attend_chunk, _attention_fake("attend_chunk")),
     ("serves_chunk", _serves_chunk, _serves_chunk),
+    ("attend_latent", _attend_latent, _attend_latent_fake),
     ("dequantize", _dequantize, _dequantize_fake),
     ("rms_norm", reference.rms_norm, _fake_like("rms_norm", "x")),
     ("add_rms_norm", reference.add_rms_norm, _fake_like("add_rms_norm", "x", "other")),

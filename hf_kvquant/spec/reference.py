@@ -319,6 +319,7 @@ def dequantize(
     key_transform: KeyTransform | None = None,
     position: Tensor | None = None,
     tail_from: Tensor | None = None,
+    keeps_transform: bool = False,
 ) -> Tensor:
     """Dequantise: `code · scale + zero` in float32, rounded to `dtype`. Dense tokens are taken from the tail.
 
@@ -333,13 +334,15 @@ def dequantize(
         key_transform: The transform of the coded keys, which is undone; `None` undoes nothing.
         position: `[batch, tokens]` int64: position of each row in the sequence. By default the row's index.
         tail_from: See `dense_tokens`.
+        keeps_transform: Whether `key_transform` is not undone, and dense keys get it, too.
 
     Returns:
         `[batch, num_kv_heads, tokens, head_dim]`, new memory (the codes themselves for storage type `none`).
     """
+    undone = None if keeps_transform else key_transform
     if not kv_format.is_quantized:
         x = planes.codes
-        return (x if key_transform is None else undo_key_transform(x, key_transform)).to(dtype)
+        return (x if undone is None else undo_key_transform(x, undone)).to(dtype)
     codes, scale, zero = planes.codes, planes.scale, planes.zero
     assert scale is not None
     if kv_format.storage == "fp8":
@@ -349,13 +352,16 @@ def dequantize(
     x = x * _per_channel(scale, x, kv_format.block_size)
     if zero is not None:
         x = x + _per_channel(zero, x, kv_format.block_size)
-    if key_transform is not None:
-        x = undo_key_transform(x, key_transform)
+    if undone is not None:
+        x = undo_key_transform(x, undone)
     if planes.tail is None or lengths is None:
         return x.to(dtype)
     windows = sink_length, residual_length
     is_dense, row = dense_tokens(planes, kv_format, lengths, starts, *windows, position, tail_from)
-    tail = planes.tail.take_along_dim(row[:, None, :, None], 2)
+    tail = planes.tail
+    if keeps_transform and key_transform is not None:
+        tail = transform_key(tail, key_transform)
+    tail = tail.take_along_dim(row[:, None, :, None], 2)
     return torch.where(is_dense[:, None, :, None], tail.to(dtype), x.to(dtype))
 
 
@@ -372,6 +378,7 @@ def dequantize_tokens(
     key_transform: KeyTransform | None = None,
     is_ring: bool = False,
     num_seen: int = 0,
+    keeps_transform: bool = False,
 ) -> Tensor:
     """Dequantise the tokens at positions `begin … begin + num_tokens - 1`; zeros where no token is held.
 
@@ -388,6 +395,7 @@ def dequantize_tokens(
         key_transform: See `dequantize`.
         is_ring: Whether rows are a ring.
         num_seen: Only so many of the newest tokens count as held; 0 for all that there are rows for.
+        keeps_transform: See `dequantize`.
 
     Returns:
         `[batch, num_kv_heads, num_tokens, head_dim]`, new memory.
@@ -402,6 +410,7 @@ def dequantize_tokens(
         sink_length=sink_length,
         residual_length=residual_length,
         key_transform=key_transform,
+        keeps_transform=keeps_transform,
     )
     position = begin + torch.arange(num_tokens, device=lengths.device)
     if is_ring:

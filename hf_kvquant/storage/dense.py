@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..spec.reference import transform_key
+
 if TYPE_CHECKING:
     from .layer_store import LayerStore
 
 
-def dequantize(store: LayerStore) -> tuple[Tensor, Tensor]:
-    """Dense keys and values of a layer. See `LayerStore.dequantize`."""
+def dequantize(store: LayerStore, *, keeps_transform: bool = False) -> tuple[Tensor, Tensor]:
+    """Dense keys and values of a layer. See `LayerStore.dequantize` and `dense_step`."""
     store.flush()
     store.residency.arrive(store)
     shown, offset, lengths = store.num_shown, store.offset, store.lengths
@@ -25,7 +27,7 @@ def dequantize(store: LayerStore) -> tuple[Tensor, Tensor]:
     if made is None:
         num_seen = store.rows.num_seen if store.is_ring and store.is_static else 0
         options = {"begin": offset, "num_tokens": shown, "num_seen": num_seen, "dtype": store.dtype}
-        return store.writer.dequantize(lengths, store.starts, **options)
+        return store.writer.dequantize(lengths, store.starts, keeps_transform=keeps_transform, **options)
     # The host does not know where temporary buffers begin: all of their tokens, then those that are shown.
     room = made.planes[0].codes.shape[2]
     position = torch.arange(offset, offset + shown, device=store.device)
@@ -40,16 +42,19 @@ def dequantize(store: LayerStore) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def dense_step(store: LayerStore) -> tuple[Tensor, Tensor]:
+def dense_step(store: LayerStore, *, keeps_transform: bool = False) -> tuple[Tensor, Tensor]:
     """Dense keys and values for the newest tokens of a layer. See `LayerStore.dense_step`."""
     pending = store.writer.pending
     if pending is None or pending[0].shape[2] <= store.largest_step(store.window or store.masked_window):
-        return dequantize(store)
+        return dequantize(store, keeps_transform=keeps_transform)
     assert store.dtype is not None
     store.residency.arrive(store)
     q_len, offset = pending[0].shape[2], store.offset
     past = store.lengths - q_len
-    sides = store.writer.dequantize(past, store.starts, begin=offset, num_tokens=store.num_shown, dtype=store.dtype)
+    options = {"begin": offset, "num_tokens": store.num_shown, "dtype": store.dtype}
+    sides = store.writer.dequantize(past, store.starts, keeps_transform=keeps_transform, **options)
+    if keeps_transform and store.key_transform is not None:
+        pending = transform_key(pending[0], store.key_transform).to(store.dtype), pending[1]
     row = past.long().unsqueeze(1) - offset + torch.arange(q_len, device=store.device)
     for side, own in zip(sides, pending, strict=True):
         side.scatter_(2, row[:, None, :, None].expand_as(own), own)

@@ -337,6 +337,24 @@ class LayerStore:
         note_read(self, query.shape[2], options.get("sliding_window", 0))
         return result
 
+    @property
+    def serves_latent(self) -> bool:
+        """Whether `attend_latent` is served by a kernel."""
+        return self.writer.serves_latent
+
+    def attend_latent(self, query: Tensor, *, softmax_scale: float, starts: Tensor | None = None) -> Tensor:
+        """Write pending tokens and attend to everything stored, which are latents. See `ops.Operands.attend_latent`.
+
+        Args:
+            query: `[batch, num_q_heads, q_len, latent + rope channels]`, the newest tokens, absorbed. No chunk.
+            softmax_scale: Multiplies query · key.
+            starts: `[batch]` int32: first position that is not padding; `None` for 0.
+        """
+        result = self.writer.attend_latent(query, self.lengths, starts, softmax_scale=softmax_scale)
+        if not torch.compiler.is_compiling():
+            self.starts = starts  # decides which first tokens are dense
+        return result
+
     def largest_step(self, sliding_window: int) -> int:
         """The most new tokens that see each other as they are stored. See `ops.largest_step`.
 
@@ -356,9 +374,14 @@ class LayerStore:
         """
         return dense.dequantize(self)
 
-    def dense_step(self) -> tuple[Tensor, Tensor]:
-        """`dequantize` for attention of the newest tokens: those of a chunk as the model made them. See `attend`."""
-        return dense.dense_step(self)
+    def dense_step(self, *, keeps_transform: bool = False) -> tuple[Tensor, Tensor]:
+        """`dequantize` for attention of the newest tokens: those of a chunk as the model made them. See `attend`.
+
+        Args:
+            keeps_transform: Whether keys come as the key transform has made them, for queries that get it, too. Not for
+                rings.
+        """
+        return dense.dense_step(self, keeps_transform=keeps_transform)
 
     def query_offset(self, q_len: int) -> int | Tensor:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static layer."""

@@ -74,6 +74,18 @@ class Writer:
             self.pending = None  # only now: a refused query must not lose tokens that `lengths` already counts
         return result
 
+    @property
+    def serves_latent(self) -> bool:
+        """Whether `attend_latent` is served by a kernel."""
+        return self._operands is not None and self._operands.serves_latent
+
+    def attend_latent(self, query: Tensor, lengths: Tensor, starts: Tensor | None, **options: Any) -> Tensor:
+        """Write the pending tokens and attend to the latents stored. See `ops.Operands.attend_latent`."""
+        assert self._operands is not None
+        if self.pending is not None:
+            self.append(lengths, starts)
+        return self._operands.attend_latent(query, lengths, starts=starts, **options)[0]
+
     def dequantize(self, lengths: Tensor, starts: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         """Dense keys and values of what is written. See `ops.Operands.dequantize`."""
         assert self._operands is not None

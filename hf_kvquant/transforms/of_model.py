@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache.support import quantized_layers
+from ..cache.support import formats_of
 from ..config import KVQuantConfig
-from ..models.layers import layers_of
 from ..models.probing import num_kv_heads
 from ..models.sharding import rank_of
 from ..models.text_config import check_is_model, text_config_of
@@ -90,9 +89,8 @@ def key_transforms(
         return transforms
     config = KVQuantConfig.resolve(preset_or_config)
     # Without a rotation, outliers stay in their channels.
-    is_open = {
-        index for index, each in transforms.items() if each.is_rotated and "smooth" in config.formats(index).transforms
-    }
+    wanted = formats_of(text_config_of(model), config)
+    is_open = {index for index, each in transforms.items() if each.is_rotated and "smooth" in wanted[index].transforms}
     for index, factors in (_balancing(model) if is_open else {}).items():
         if index in is_open:
             transforms[index] = dataclasses.replace(transforms[index], smoothing=factors)
@@ -105,8 +103,7 @@ def given_transforms(
     """`key_transforms` of what was set on the model and of its biases alone, which calibration starts from."""
     check_is_model(model, "key_transforms")
     config = KVQuantConfig.resolve(preset_or_config)
-    layer_types, _ = layers_of(text_config_of(model))
-    wanted = {index: config.formats(index).transforms for index in quantized_layers(layer_types, config)}
+    wanted = {index: each.transforms for index, each in formats_of(text_config_of(model), config).items()}
     named = {name for names in wanted.values() for name in names}
     centers = _centers(model) if "center" in named else {}
     smoothing = _of_this_rank(model, transforms_of(model).smoothing, "smoothing") if "smooth" in named else {}

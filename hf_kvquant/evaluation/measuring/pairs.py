@@ -18,6 +18,7 @@ from ..._ops import ops as torch_ops
 from ...cache.layers import KVQuantLayer
 from ...models.layers import num_readers
 from ...models.text_config import text_config_of
+from ...spec.layout import KVLayout
 from ...storage.tally import causal_pairs
 from ..errors import NothingRead
 from .simulation import SimulatedLayer, window_of
@@ -87,7 +88,8 @@ def count_pairs(cache: Cache) -> None:
 class PairCounter(TorchDispatchMode):
     """Counts the (query, token) pairs that `torch.ops.hf_kvquant.decode` serves while this mode is active.
 
-    Lengths and windows are those of the op's arguments. Attention is assumed to be causal; padding counts.
+    So it does for `attend_latent`, which also serves latents that are not quantised; these do not count. Lengths and
+    windows are those of the op's arguments. Attention is assumed to be causal; padding counts.
     """
 
     def __init__(self) -> None:
@@ -95,10 +97,12 @@ class PairCounter(TorchDispatchMode):
         self.pairs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch_ops.decode.default, torch_ops.decode_reference.default):
+        if func in (torch_ops.decode.default, torch_ops.decode_reference.default, torch_ops.attend_latent.default):
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+            is_counted = "rotates_latent" not in named or KVLayout.of_packed(named["layout"]).key.is_quantized
             q_len = named["query"].shape[2]
             # Equal to a text of `length` tokens of which the last `q_len` come after its first chunk.
-            window = named["sliding_window"]
-            self.pairs += sum(causal_pairs(length, length - q_len, window) for length in named["lengths"].tolist())
+            window = named.get("sliding_window", 0)
+            for length in named["lengths"].tolist() if is_counted else ():
+                self.pairs += causal_pairs(length, length - q_len, window)
         return func(*args, **(kwargs or {}))

@@ -19,12 +19,14 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
+from ...cache.support import formats_of
 from ...calibration.choices import CALIBRATED_PRESET
 from ...calibration.search import collect
 from ...calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
 from ...common.progress import Tell
 from ...config import KVQuantConfig
 from ...models.probing import arbitrary_ids, forward
+from ...models.text_config import text_config_of
 from ...patching import patched
 from ...preflight.divergence import alone
 from ..choices import FEEDING_MODES as MODES
@@ -392,10 +394,11 @@ def sizes_of(
     num_values = sum(num_kv_heads * sum(head_dims) for _, num_kv_heads, *head_dims in shapes)
     sizes = {}
     for name, config in configs.items():
+        formats = formats_of(text_config_of(model), dataclasses.replace(config, sliding=True)).values()
         num_bytes = sum(
             side.bytes_per_token(num_kv_heads, head_dim, dtype)
-            for _, num_kv_heads, *head_dims in shapes
-            for side, head_dim in zip((config.key, config.value), head_dims, strict=True)
+            for each, (_, num_kv_heads, *head_dims) in zip(formats, shapes, strict=True)
+            for side, head_dim in zip((each.key, each.value), head_dims, strict=True)
         )
         sizes[name] = {"bits_per_value": 8 * num_bytes / num_values, "bytes_per_token": num_bytes}
     return sizes

@@ -1,0 +1,400 @@
+"""Latents (MLA): they are kept as codes, and attention over them is absorbed.
+
+`test_generate.py` runs every family over a `ReferenceCache`, which gives the model's own attention dequantised latents
+to expand. Here is what is special about them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import compare
+import models
+import pytest
+import tolerances
+import torch
+from models import ReferenceCache, greedy, left_padded, logits
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import hf_kvquant
+from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
+from hf_kvquant.attention.latent import largest_absorbed
+from hf_kvquant.evaluation.perplexity.gate import Gate
+from hf_kvquant.evaluation.perplexity.measure import sizes_of
+from hf_kvquant.models.latent import latent_attentions
+from hf_kvquant.presets import latent_formats, preset_formats
+from hf_kvquant.report import _served_over_latents
+from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.storage.tally import _log_fallback
+from hf_kvquant.upstream.releases import HAS_PAGES, cache_of, with_cache
+
+SERVED = [name for name in PRESETS if name not in ("none", "k8v4", "k4v2", "int2")]
+# The first layer has no experts, whose choice would turn a rounding into another token, and the second is unquantised.
+FIRST_LAYER = {"preset": "int4-token", "layers": {1: "none"}}
+CONFIGS: dict[str, Any] = {
+    "none": "none",
+    "int8": {"preset": "int8", "layers": {1: "none"}},
+    "int4": FIRST_LAYER,
+    "static": {**FIRST_LAYER, "static": True},
+    "windowed": {**FIRST_LAYER, "sink_length": 2, "residual_length": 3},
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "sampling": {"do_sample": True, "top_k": 30, "temperature": 1.5},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5},
+    "chunks": {"prefill_chunk_size": 4},
+}
+
+
+def deepseek(dtype: torch.dtype = torch.float32, attention: str | None = None, **options: Any) -> Any:
+    """A tiny DeepSeek-V3 of its own, to be changed."""
+    return models.build("deepseek_v3", dtype, attention, **{**models.FAMILIES["deepseek_v3"].options, **options})
+
+
+def check_logits(output: Any, expected: Any, what: str = "logits") -> None:
+    compare.assert_same(output.sequences, expected.sequences, f"{what}: tokens")
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+    compare.assert_close(logits(output), logits(expected), bound, what)
+
+
+def fallbacks(output: Any) -> list[str]:
+    return [reason for storage in cache_of(output).storages for reason in storage.tally.fallbacks]
+
+
+# --- what generate can do ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_generate_features(config: str, feature: str) -> None:
+    model, inputs, options = models.family("deepseek_v3"), left_padded(), FEATURES[feature]
+    torch.manual_seed(5)
+    simulated = ReferenceCache(model.config, CONFIGS[config], mask=inputs["attention_mask"])
+    expected = greedy(model, inputs, **with_cache(simulated), **options)
+    torch.manual_seed(5)
+    with patched(model, CONFIGS[config]):
+        output = greedy(model, inputs, **options)
+    check_logits(output, expected)
+    assert not fallbacks(output)
+
+
+@pytest.mark.parametrize("preset", SERVED)
+def test_presets(preset: str) -> None:
+    config = {"preset": preset, "sink_length": 0, "residual_length": 0}
+    models.check_against_reference(models.family("minicpm3"), config, left_padded())
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_prompt_lookup(config: str) -> None:
+    model, prompt = models.family("deepseek_v3"), {"input_ids": torch.tensor([[5, 9, 5, 9, 5, 9, 7, 5, 9]])}
+    expected = greedy(model, prompt, **with_cache(ReferenceCache(model.config, CONFIGS[config])))
+    with patched(model, CONFIGS[config]):
+        output = greedy(model, prompt, prompt_lookup_num_tokens=3)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+
+
+@pytest.mark.parametrize("size", [7, 40, 100])
+def test_long_prompts_in_chunks(size: int) -> None:
+    """Chunks of few tokens see codes; of more, their own tokens as they come; of too many, expanded latents."""
+    model = deepseek(max_position_embeddings=512)
+    most = [largest_absorbed(module) for module in latent_attentions(model)]
+    assert most == [49, 49]  # 64 * (32 + 24) // (2 * 64 - 32 - 24), so 100 tokens are expanded
+    inputs = left_padded(batch=2, tokens=250, pads=(11, 0))
+    config = {**FIRST_LAYER, "sink_length": 4, "residual_length": 28}
+    simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
+    expected = greedy(model, inputs, prefill_chunk_size=size, **with_cache(simulated))
+    with patched(model, config):
+        output = greedy(model, inputs, prefill_chunk_size=size)
+    check_logits(output, expected)
+    assert not fallbacks(output)
+
+
+def test_a_second_turn_and_a_mask_with_holes() -> None:
+    model, inputs = models.family("deepseek_v3"), left_padded()
+    new = torch.randint(3, 90, (3, 4))
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+
+    def chat(cache: Any, new_mask: Tensor) -> Any:
+        first = greedy(model, inputs, 4, **with_cache(cache))
+        ones = torch.ones((3, 4), dtype=torch.long)
+        turn = {
+            "input_ids": torch.cat([first.sequences, new], 1),
+            "attention_mask": torch.cat([inputs["attention_mask"], ones, new_mask], 1),
+        }
+        return greedy(model, turn, 4, **with_cache(cache_of(first)))
+
+    for new_mask in (torch.ones_like(mask), mask):
+        expected = chat(ReferenceCache(model.config, FIRST_LAYER), new_mask)
+        with patched(model, FIRST_LAYER):
+            output = chat(None, new_mask)
+        check_logits(output, expected)
+        assert not fallbacks(output)
+
+
+def test_a_file_continues_bit_for_bit(tmp_path: Path) -> None:
+    model, inputs = models.family("deepseek_v3"), left_padded()
+    with patched(model, "int4"):
+        first = greedy(model, inputs, 4)
+        cache_of(first).save(tmp_path / "latents.safetensors", model)
+        again = KVQuantCache.load(tmp_path / "latents.safetensors", model)
+        turn = {
+            "input_ids": first.sequences,
+            "attention_mask": torch.cat([inputs["attention_mask"], torch.ones((3, 4), dtype=torch.long)], 1),
+        }
+        expected = greedy(model, turn, 4, **with_cache(cache_of(first)))
+        output = greedy(model, turn, 4, **with_cache(again))
+    compare.assert_same(logits(output), logits(expected), "logits")
+    assert again.layers[0].keys.shape == (3, 1, 16, 64) and again.layers[0].values.shape == (3, 1, 16, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("preset", ["int8", "int4-token"])
+def test_half_precision(preset: str, dtype: torch.dtype) -> None:
+    model = models.build("minicpm3", dtype, **models.FAMILIES["minicpm3"].options)
+    models.check_against_reference(model, preset, left_padded(), copy.deepcopy(model).float())
+
+
+def test_eager_attention_before_ours() -> None:
+    model = models.build("minicpm3", attention="eager", **models.FAMILIES["minicpm3"].options)
+    models.check_against_reference(model, "int8", left_padded())
+
+
+# --- what the model looks like ----------------------------------------------------------------------------------------
+
+
+def test_unpatch_restores_the_modules() -> None:
+    model = deepseek()
+    before = [dict(module.__dict__) for module in model.modules()]
+    expected = greedy(model, left_padded())
+    hf_kvquant.unpatch(hf_kvquant.patch(model, "int8"))
+    assert [module.__dict__.keys() for module in model.modules()] == [each.keys() for each in before]
+    compare.assert_same(logits(greedy(model, left_padded())), logits(expected), "logits")
+
+
+def test_our_cache_in_a_model_that_is_not_patched() -> None:
+    model, inputs = deepseek(), left_padded()
+    output = greedy(model, inputs, **with_cache(KVQuantCache(model.config, FIRST_LAYER)))
+    simulated = ReferenceCache(model.config, FIRST_LAYER, mask=inputs["attention_mask"])
+    check_logits(output, greedy(model, inputs, **with_cache(simulated)))
+
+
+def test_another_attention_set_later_gets_expanded_latents() -> None:
+    model, inputs = deepseek(), left_padded()
+    hf_kvquant.patch(model, FIRST_LAYER)
+    model.set_attn_implementation("eager")
+    output = greedy(model, inputs, **with_cache(KVQuantCache(model.config, FIRST_LAYER)))
+    simulated = ReferenceCache(model.config, FIRST_LAYER, mask=inputs["attention_mask"])
+    check_logits(output, greedy(model, inputs, **with_cache(simulated)))
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
+)
+def test_copies_have_weights_of_their_own(again: Any) -> None:
+    model = hf_kvquant.patch(deepseek(), "int8")
+    expected = greedy(model, left_padded())
+    made = again(model)
+    with torch.no_grad():
+        for module in latent_attentions(model):
+            module.kv_b_proj.weight.zero_()
+    compare.assert_same(logits(greedy(made, left_padded())), logits(expected), "logits")
+
+
+def test_new_weights_are_followed() -> None:
+    model, other = hf_kvquant.patch(deepseek(), "int8"), deepseek()
+    for parameter in other.parameters():
+        parameter.data.mul_(1.125)
+    greedy(model, left_padded())
+    model.load_state_dict(other.state_dict())
+    expected = greedy(hf_kvquant.patch(other, "int8"), left_padded())
+    compare.assert_same(logits(greedy(model, left_padded())), logits(expected), "logits")
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["kv_b_proj"], init_lora_weights=False)
+    return get_peft_model(model, config).get_base_model()
+
+
+def hooked(model: Any) -> Any:
+    for module in latent_attentions(model):
+        module.kv_b_proj.register_forward_hook(lambda module, inputs, output: output * 1.25)
+    return model
+
+
+def biased(model: Any) -> Any:
+    for module in latent_attentions(model):
+        module.kv_b_proj.bias = nn.Parameter(torch.randn(module.kv_b_proj.out_features))
+    return model
+
+
+EXPANDED = {
+    "adapted": (adapted, "kv_b_proj is Linear and no plain linear layer, so latents are expanded"),
+    "hooked": (hooked, "kv_b_proj has hooks, so latents are expanded"),
+    "biased": (biased, "kv_b_proj is Linear and no plain linear layer, so latents are expanded"),
+}
+
+
+@pytest.mark.parametrize("case", EXPANDED)
+def test_other_projections_are_called(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    change, reason = EXPANDED[case]
+    model, inputs = change(deepseek()), left_padded()
+    simulated = ReferenceCache(model.config, FIRST_LAYER, mask=inputs["attention_mask"])
+    expected = greedy(model, inputs, **with_cache(simulated))
+    _log_fallback.cache_clear()
+    with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, FIRST_LAYER):
+        output = greedy(model, inputs)
+    check_logits(output, expected)
+    assert set(fallbacks(output)) == {reason}
+    assert f"attention runs on dequantised tensors: {reason}. Correct, slower." in caplog.text
+
+
+def test_a_report() -> None:
+    model = models.family("deepseek_v3")
+    with patched(model, "int4"):
+        lines = str(hf_kvquant.report(model)).splitlines()
+    assert lines[2].split("  ")[0] == "0-1"
+    for part in (
+        "latent int4-head-asymmetric, rope part int8-head-symmetric, first 4 and last 28 tokens dense",
+        "CPU kernel, ",
+    ):
+        assert part in lines[2]
+    assert _served_over_latents(torch.device("cuda")) == (
+        "PyTorch, absorbed",
+        "no compiled kernel attends to latents (MLA) on cuda",
+    )
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def test_formats() -> None:
+    int8, grouped = KVFormat("int8"), KVFormat("int4", "group", 128, symmetric=False)
+    made = {name: latent_formats("test", preset_formats(name), 512) for name in ("none", *SERVED)}
+    assert (made["int8"].key, made["int8"].value, made["int8"].transforms) == (int8, int8, ("rotate",))
+    for name in ("int4", "int4-channel", "int4-token"):
+        assert (made[name].key, made[name].value, made[name].transforms) == (grouped, int8, ("rotate",))
+    assert made["int4-g32"].key == KVFormat("int4", "group", 32, symmetric=False)
+    assert made["fp8"].key == made["fp8"].value == KVFormat("fp8") and not made["fp8"].transforms
+    assert made["none"] == preset_formats("none")
+    assert (made["int4"].sink_length, made["int4"].residual_length) == (4, 28)
+
+
+def test_bytes_of_a_token() -> None:
+    """Of a latent of 512 channels and a rope part of 64, at 16 bits each 1,152."""
+    config = AutoConfig.for_model("deepseek_v3", num_hidden_layers=1)
+    sizes = {}
+    for preset in ("none", "int8", "int4", "int4-g32"):
+        cache = KVQuantCache(
+            config, {"preset": preset, "sink_length": 0, "residual_length": 0} if preset[3:] else "none"
+        )
+        cache.layers[0].lazy_initialization(torch.zeros((1, 1, 0, 512)).half(), torch.zeros((1, 1, 0, 64)).half())
+        sizes[preset] = cache.bytes_per_token
+    assert sizes == {"none": 1152, "int8": 580, "int4": 338, "int4-g32": 386}
+
+
+REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
+    "k8v4": (
+        "k8v4",
+        ValueError,
+        "KVQuantCache: `key` and `value` must have one storage type in a layer that keeps latents (MLA), got int8 and "
+        "int4: a latent is the key and the value of a token at once. Choose the preset int8, fp8 or int4.",
+    ),
+    "int2": (
+        {"preset": "int8", "layers": {1: "int2"}},
+        ValueError,
+        "KVQuantCache: `key` and `value` must have 4 bits or more in a layer that keeps latents (MLA), got int2, whose "
+        "quality there is not known. Choose the preset int4.",
+    ),
+    "capture": (
+        {"preset": "int8", "capture": True},
+        NotImplementedError,
+        "KVQuantCache: `capture` must be False for deepseek_v3, got True: it keeps latents (MLA), whose attention is "
+        "not captured. Leave out capture.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case: str) -> None:
+    config, kind, message = REFUSALS[case]
+    model = models.family("deepseek_v3")
+    for call in (lambda: hf_kvquant.patch(model, config), lambda: KVQuantCache(model.config, config, max_cache_len=64)):
+        with pytest.raises(kind) as raised:
+            call()
+        assert str(raised.value) == message
+    assert not any("expand_kv" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "model_type", sorted({"deepseek_v32", "axk2", "glm_moe_dsa", "dots3_note_text", "hy_v4"} & set(CONFIG_MAPPING))
+)
+def test_models_that_pick_tokens_are_refused_whole(model_type: str) -> None:
+    with pytest.raises(NotImplementedError) as raised:
+        KVQuantCache(AutoConfig.for_model(model_type))
+    assert str(raised.value) == (
+        f"KVQuantCache: {model_type} selects the keys that it attends to, which attention over codes does not support. "
+        "Leave the model unpatched."
+    )
+
+
+def test_modules_of_another_form_are_refused() -> None:
+    llama = models.build("llama")
+    llama.config.kv_lora_rank, llama.config.qk_rope_head_dim = 16, 8
+    nameless, wider = deepseek(), deepseek()
+    for module in latent_attentions(nameless):
+        del module.kv_b_proj, module.v_head_dim
+    for module in latent_attentions(wider):
+        base = type(module)
+        module.__class__ = type(base.__name__, (base,), {"expand_kv": lambda self, latent, rope, more: None})
+    ends = {
+        "got LlamaForCausalLM, which has no module with expand_kv": llama,
+        "got DeepseekV3ForCausalLM, whose DeepseekV3Attention has no v_head_dim and no kv_b_proj": nameless,
+        "got DeepseekV3ForCausalLM, whose DeepseekV3Attention has an expand_kv of 3 arguments": wider,
+    }
+    for end, model in ends.items():
+        with pytest.raises(NotImplementedError) as raised:
+            hf_kvquant.patch(model, "int8")
+        assert str(raised.value) == (
+            f"patch: `model` must keep latents (MLA) as transformers' own models do, {end}. Leave the model unpatched."
+        )
+
+
+def test_the_preflight_is_refused() -> None:
+    model = models.family("deepseek_v3")
+    with pytest.raises(NotImplementedError) as raised:
+        hf_kvquant.run_preflight(model)
+    assert str(raised.value) == (
+        "run_preflight: `model` must keep keys and values per head, got DeepseekV3ForCausalLM, which keeps latents "
+        "(MLA). There is nothing to calibrate: caches rotate latents by themselves. `hf-kvquant eval` measures a "
+        "preset."
+    )
+
+
+@pytest.mark.skipif(not HAS_PAGES, reason="this release of transformers has no pages of ours")
+def test_batching_is_refused() -> None:
+    model = models.family("deepseek_v3")
+    with patched(model, "int8"), pytest.raises(NotImplementedError) as raised:
+        model.generate_batch([[3, 4, 5]])
+    assert str(raised.value) == (
+        "init_continuous_batching: DeepseekV3ForCausalLM keeps latents (MLA), which have no pages yet, as in "
+        "transformers. Use generate, or unpatch the model."
+    )
+
+
+def test_perplexity_is_measured() -> None:
+    """Every pair is read from codes, and a number takes the bits of latents and rope parts."""
+    model = models.family("minicpm3")
+    configs = {name: KVQuantConfig.from_preset(name) for name in ("none", "int8", "int4")}
+    sizes = sizes_of(model, configs, torch.bfloat16)
+    bits = {name: round(each["bits_per_value"], 2) for name, each in sizes.items()}
+    assert bits == {"none": 16.0, "int8": 8.4, "int4": 5.4}  # of 64 + 16 channels, with 2 or 3 numbers of 16 bits
+    gate = Gate(model, torch.randint(3, 90, (1, 128)), configs)
+    gate.check_counting()
