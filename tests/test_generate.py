@@ -677,3 +677,14 @@ def test_autocast_makes_keys_and_values_of_two_dtypes(preset: str, options: dict
     spread = float(models.logits(expected).std())
     bound = spread * {"none": 0.02, "int8": 0.1, "int4-channel": 1.0}[preset]
     compare.assert_close(models.logits(output)[:, :2], models.logits(expected)[:, :2], bound, preset)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "jamba"])  # which forgets what came before
+def test_a_forward_in_pieces_goes_on_behind_the_cache(family: str) -> None:
+    """What measures a model feeds it so, without positions: Bamba counts them from 0 each time."""
+    model, ids = models.family(family), torch.randint(3, 90, (1, 12))
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        whole = probing.forward(model, ids)
+        pieces = [probing.forward(model, piece, cache=cache) for piece in ids.split([5, 6, 1], dim=1)]
+    compare.assert_close(torch.cat(pieces, 1), whole, 1e-3 * float(whole.abs().max()), f"{family} in pieces")

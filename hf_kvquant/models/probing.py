@@ -68,6 +68,10 @@ def whole_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
+# Models that count positions from 0 in every forward without positions, whatever the cache holds (transformers 5.24).
+_COUNT_FROM_ZERO = ("bamba",)
+
+
 def forward(
     model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = None, only_last: bool = False, **kwargs: Tensor
 ) -> Tensor:
@@ -85,6 +89,9 @@ def forward(
     mask = kwargs.get("attention_mask")
     if mask is not None:
         kwargs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
+    elif cache is not None and model.config.model_type in _COUNT_FROM_ZERO:
+        begin = int(cache.get_seq_length())
+        kwargs.setdefault("position_ids", torch.arange(begin, begin + input_ids.shape[1]).unsqueeze(0))
     known = inspect.signature(model.forward).parameters
     if "position_ids" not in known:
         kwargs.pop("position_ids", None)
