@@ -22,6 +22,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config, Kimi_K25VisionConfig
+from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditionalGeneration
 
 import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
@@ -164,6 +166,20 @@ def test_half_precision(preset: str, dtype: torch.dtype) -> None:
 def test_eager_attention_before_ours() -> None:
     model = models.build("minicpm3", attention="eager", **models.FAMILIES["minicpm3"].options)
     models.check_against_reference(model, "int8", left_padded())
+
+
+def test_the_decoder_of_a_model_that_sees_pictures() -> None:
+    """Kimi K2.5, whose text model is a DeepSeek-V3."""
+    vision = Kimi_K25VisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = Kimi_K25Config(text_config=deepseek().config, vision_config=vision)
+    torch.manual_seed(1234)
+    model: Any = models.randomized(Kimi_K25ForConditionalGeneration(config)).eval()
+    model.generation_config.eos_token_id = None
+    expected = greedy(model, left_padded())
+    with patched(model, "none"):
+        output = greedy(model, left_padded())
+    check_logits(output, expected)
+    assert repr(cache_of(output).layers) == "[KVQuantLayer(none), KVQuantLayer(none)]"
 
 
 # --- what the model looks like ----------------------------------------------------------------------------------------
