@@ -1,10 +1,12 @@
-"""The tables of a real pretrained model: presets on `docs/presets.md`, recipes on `docs/recipes.md`.
+"""The tables of a real pretrained model: presets on `docs/presets.md`, positions on `docs/long-contexts.md`, recipes on
+`docs/recipes.md`.
 
 From `real_*.json` and `recipes_real.json`, which `real_models.sh` makes.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,8 @@ MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense windows, and each without: first and newest tokens follow the name.
 WITH_WINDOWS = ("int4-token", "int4-token:4+32", "int4-token:4+124", "int4-channel", "int4", "int4:4+124", "k8v4")
 WITH_WINDOWS += ("k8v4:4+32",)
+# Of positions. Parts of a window are a sixteenth of it, so there can be no more.
+POSITION_RANGES = 5
 
 Files = Mapping[str, Mapping[str, Any]]
 
@@ -71,6 +75,13 @@ def caption(files: Files) -> str:
     )
 
 
+def dense_tokens(name: str) -> str:
+    """First and newest tokens that a preset keeps dense, those of its name or its own: `4 + 28`."""
+    preset, _, dense = name.partition(":")
+    dense = dense or "+".join(map(str, PRESET_WINDOWS.get(preset, {}).values()))
+    return dense.replace("+", " + ") or "none"
+
+
 def windows_table(files: Files) -> str:
     """How much dense tokens help, and a peer."""
     measured = {**files["real_generate"]["presets"], **files["real_windows"]["presets"]}
@@ -79,9 +90,8 @@ def windows_table(files: Files) -> str:
     far = {**files["real_long"]["presets"], "quanto-4:0+128": runs["long"]["recipes"]["quanto-4"]}
     rows = []
     for name in (*WITH_WINDOWS, "quanto-4:0+128"):
-        row, (preset, _, dense) = measured[name], name.partition(":")
-        dense = dense or "+".join(map(str, PRESET_WINDOWS.get(preset, {}).values()))
-        cells = [f"`{preset}`", dense.replace("+", " + ") or "none", scientific(row["kld"]), f"{row['kld_p99']:.2g}"]
+        row, preset = measured[name], name.partition(":")[0]
+        cells = [f"`{preset}`", dense_tokens(name), scientific(row["kld"]), f"{row['kld_p99']:.2g}"]
         cells += [f"{row['agreement']:.1%}", f"{row['perplexity_change']:+.2%}"]
         rows.append([*cells, scientific(far[name]["kld"]) if name in far else "-"])
     headings = ["preset", "dense: first + newest", "KL, nats per token", "99 %", "same next token", "perplexity"]
@@ -95,6 +105,39 @@ def windows_caption(files: Files) -> str:
         f"{MODEL} in {results['dtype']} on WikiText-2: {reads(results)}; last column: behind {far['n0']:,}. `quanto-4` "
         f"is transformers' own quantised cache, on other parts of the same text. {results.get('gpu', results['cpu'])}, "
         f"{results['date'][:10]}, `evals/results/real_windows.json` and files beside it."
+    )
+
+
+def position_table(files: Files) -> str:
+    """The divergence by position, and at the end of the model's context: how it goes on as a context grows."""
+    results, far = files["real_position"], files["real_long"]
+    length, last = results["window"], results["window"] - 1
+    # From the prompt on, each range reaches to twice the position where it begins.
+    ends = [length >> shift for shift in reversed(range(POSITION_RANGES))]
+    ranges = list(zip([0, *ends], ends, strict=False))
+    headings = ["preset", "dense: first + newest"]
+    headings += [f"{max(begin, results['n0']):,} to {min(end, last):,}" for begin, end in ranges]
+    headings += [f"{far['n0']:,} to {far['window'] - 1:,}"]
+    rows = []
+    for name, row in results["presets"].items():
+        if name == UNQUANTIZED:
+            continue
+        preset, by_position = name.partition(":")[0], row["by_position"]
+        parts = list(zip(by_position["begin"], by_position["kld"], strict=True))
+        means = [statistics.fmean(kld for at, kld in parts if begin <= at < end) for begin, end in ranges]
+        rows.append([f"`{preset}`", dense_tokens(name), *map(scientific, means), kld_in(far, name)])
+    return markdown_table(headings, rows)
+
+
+def position_caption(files: Files) -> str:
+    """What was measured."""
+    results, far = files["real_position"], files["real_long"]
+    return (
+        f"KL divergence in nats per token, by the position of the token. {MODEL} in {results['dtype']} on WikiText-2: "
+        f"{results['scored_tokens']:,} tokens one by one, behind a prompt of {results['n0']}; last column: "
+        f"{far['scored_tokens']:,} tokens of other parts of the text, behind {far['n0']:,}. "
+        f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, `evals/results/real_position.json` and "
+        "`real_long.json`."
     )
 
 

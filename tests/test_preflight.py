@@ -187,6 +187,38 @@ def test_doubtful_layers_are_measured_on_all_of_the_text(monkeypatch: pytest.Mon
         assert layer.kld != other.kld == pytest.approx(layer.kld, rel=0.7)
 
 
+def test_a_clear_layer_is_measured_on_fewer_tokens() -> None:
+    model, ids = build(num_hidden_layers=3, max_position_embeddings=640), torch.randint(3, models.VOCAB_SIZE, (2, 600))
+    formats = KVQuantConfig.from_preset("int4-token").formats(0)
+    found: list[divergence.Estimate] = []
+
+    def is_enough(estimate: divergence.Estimate) -> bool:
+        found.append(estimate)
+        return True
+
+    with hf_kvquant.patched(model, "none"), torch.no_grad():
+        few, all_of_them = (divergence.Meter(model, each) for each in (ids[:1], ids))
+        early, late = all_of_them.kld(1, formats, is_enough), all_of_them.kld(1, formats)
+        assert found == [early] and early != late == pytest.approx(early, rel=0.5)
+        # The last quarter of a single window has fewer tokens than the least.
+        assert few.kld(1, formats, is_enough) == few.kld(1, formats) and found == [early]
+
+
+@pytest.mark.parametrize("bits", [None, 4.7])
+def test_a_budget_compares_divergences_of_as_many_tokens(bits: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_early = []
+    measure = divergence.Meter.kld
+
+    def kld(meter: divergence.Meter, index: int, formats: Any, is_enough: Any) -> divergence.Estimate:
+        limit = preflight.LAYER_SHARE * preflight.GOAL
+        ends_early.append([is_enough(divergence.Estimate(limit / 2, limit / errors)) for errors in (10, 14)])
+        return measure(meter, index, formats, is_enough)
+
+    monkeypatch.setattr(divergence.Meter, "kld", kld)
+    run_preflight(build(), presets=["int4-token", "int8", "none"], bits=bits)
+    assert set(map(tuple, ends_early)) == {(False, bits is None)}
+
+
 def test_the_cost_is_said_in_words() -> None:
     result = run_preflight(build(), "int4-token")
     assert result.cost is not None and result.kld == result.cost.kld.mean
@@ -280,7 +312,7 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
         def reads_codes(self, formats: Any) -> bool:
             return True
 
-        def kld(self, index: int, formats: Any) -> divergence.Estimate:
+        def kld(self, index: int, formats: Any, is_enough: Any) -> divergence.Estimate:
             return self.cost(divergence.alone(index, formats)).kld
 
         def cost(self, config: KVQuantConfig) -> divergence.Cost:
@@ -485,7 +517,7 @@ def test_a_format_that_gives_no_numbers_is_ruin(monkeypatch: pytest.MonkeyPatch)
         assert meter.cost(KVQuantConfig.from_preset("none")) == divergence.NO_COST
         ruined = [logits * math.nan for logits in meter.reference]
         for name, given in (("_run", ruined), ("_replayed", ruined[-1:])):
-            monkeypatch.setattr(meter, name, lambda *arguments, given=given: iter(given))
+            monkeypatch.setattr(meter, name, lambda *arguments, given=given: (each for each in given))
         config = KVQuantConfig.from_preset("int8")
         assert meter.cost(config).kld.mean == meter.kld(0, config.formats(0)).mean == math.inf
 
@@ -765,7 +797,7 @@ def test_the_model_is_as_it_was(is_patched: bool, monkeypatch: pytest.MonkeyPatc
         KVQuantConfig.for_model(model, UNTRANSFORMED)
     check()
 
-    def interrupt(self: Any, index: int, formats: Any) -> float:
+    def interrupt(self: Any, index: int, formats: Any, is_enough: Any) -> float:
         for _ in self._replayed(divergence.alone(index, formats), index):
             raise KeyboardInterrupt
         return 0.0

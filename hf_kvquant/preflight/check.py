@@ -9,6 +9,7 @@ measurement decides; without one, the signals of the weights do.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -56,8 +57,9 @@ BUDGETED = ("int2", "k4v2", "int4", "k8v4", "int8", "none")
 GOAL = 0.05
 LIMIT = 0.15
 LAYER_SHARE = 0.2
-# Standard errors. If the divergence of a layer is nearer to a limit, the layer is measured on all of the text.
-DOUBT = 3.0
+# Standard errors. If the divergence of a layer is nearer to a limit, the layer is measured on all of the text. If it is
+# as far as `CLEAR` from both after a few tokens, these are enough: a standard error of few tokens is itself uncertain.
+DOUBT, CLEAR = 3.0, 6.0
 
 Found = TypeVar("Found")
 
@@ -119,10 +121,12 @@ def run_preflight(
         tell(doing="weights")
         with in_float32(model) as stored_as:
             signals, left_out = read_signals(model, config, where=where)
-            check = _Check(model, rungs, max_kld, lambda text: tell(doing=text), where, signals, left_out, stored_as)
+            check = _Check(
+                model, rungs, max_kld, bits, lambda text: tell(doing=text), where, signals, left_out, stored_as
+            )
             if measure and signals:
-                check.prepare(tokenizer, texts, config, bits)
-            result = check.result(config, bits)
+                check.prepare(tokenizer, texts, config)
+            result = check.result(config)
     if not measure:
         return dataclasses.replace(result, unmeasured="measure=False skips this.")
     remember(model, result)
@@ -188,6 +192,7 @@ class _Check:
     model: PreTrainedModel
     rungs: Rungs
     max_kld: float
+    budget: float | None  # bits per stored number
     say: Callable[[str], Any]
     where: str
     signals: Mapping[int, KeySignals]
@@ -201,12 +206,12 @@ class _Check:
     known: dict[tuple[int, LayerFormats], Estimate | str] = dataclasses.field(default_factory=dict)
     wholes: list[tuple[KVQuantConfig, Cost | None]] = dataclasses.field(default_factory=list)
 
-    def result(self, given: KVQuantConfig | None, budget: float | None = None) -> Preflight:
-        """Check the given config, or pick one, within a budget of bits per stored number if there is one."""
+    def result(self, given: KVQuantConfig | None) -> Preflight:
+        """Check the given config, or pick one, within the budget if there is one."""
         if given is not None:
             config, remedy = given, "Let for_model pick presets: KVQuantConfig.for_model(model)"
-        elif budget is not None:
-            config, remedy = self.picked_within(budget), "Allow more bits"
+        elif self.budget is not None:
+            config, remedy = self.picked_within(self.budget), "Allow more bits"
         else:
             config, remedy = self.picked(), "End `presets` with 'none'"
         layers = tuple(self.layer(index, config.formats(index)) for index in self.signals)
@@ -221,7 +226,7 @@ class _Check:
             kld=kld,
             cost=cost,
             bits=self.bits(config),
-            budget=budget,
+            budget=self.budget,
             num_tokens=0 if self.meter is None else self.meter.num_scored,
             source=self.source,
             unmeasured=self.unmeasured,
@@ -234,19 +239,18 @@ class _Check:
         tokenizer: PreTrainedTokenizerBase | None,
         texts: Iterable[str] | None,
         given: KVQuantConfig | None,
-        budget: float | None,
     ) -> None:
         """Read the text, or let the model write one, and feed it to the unquantised cache.
 
         Raises:
-            ValueError: No combination of presets has such a `budget`, or the texts cannot be read.
+            ValueError: No combination of presets keeps the budget, or the texts cannot be read.
         """
         configs = self.rungs.values() if given is None else [given]
         formats = [config.formats(index) for config in configs for index in self.signals]
         try:
             self.stored = stored_shapes(self.model)
-            if budget is not None:
-                self._check_budget(budget, {index: self._usable(index) for index in self.signals})
+            if self.budget is not None:
+                self._check_budget(self.budget, {index: self._usable(index) for index in self.signals})
             ids, self.source = read_text(
                 self.model, tokenizer, texts, self.say, window=window_for(formats), where=self.where
             )
@@ -259,12 +263,18 @@ class _Check:
         """The divergence with only this layer quantised, or why it was not measured."""
         if (index, formats) not in self.known:
             self.say(f"layer {index}, {name_of(formats)}")
-            found = self._measured(lambda meter: meter.kld(index, formats), formats, nothing=NO_COST.kld)
-            limits = [LAYER_SHARE * limit for limit in (self.max_kld, LIMIT)]
-            if isinstance(found, Estimate) and any(abs(found.mean - limit) < DOUBT * found.error for limit in limits):
+            # With a budget, divergences are compared with each other, so each is measured on as many tokens.
+            is_enough = functools.partial(self.is_far, errors=CLEAR if self.budget is None else math.inf)
+            found = self._measured(lambda meter: meter.kld(index, formats, is_enough), formats, nothing=NO_COST.kld)
+            if isinstance(found, Estimate) and not self.is_far(found, DOUBT):
                 found = self._measured(lambda meter: meter.cost(alone(index, formats)).kld, formats, nothing=found)
             self.known[index, formats] = found
         return self.known[index, formats]
+
+    def is_far(self, found: Estimate, errors: float) -> bool:
+        """Whether the divergence of a layer is so many standard errors from both limits."""
+        limits = [LAYER_SHARE * limit for limit in (self.max_kld, LIMIT)]
+        return all(abs(found.mean - limit) >= errors * found.error for limit in limits)
 
     def whole(self, config: KVQuantConfig) -> Cost | None:
         """What a config costs; `None` if it was not measured."""
