@@ -15,6 +15,8 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from .structured import KINDS, is_format, is_structure
+
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETION)
 # Of one prompt, and of all prompts of a request.
@@ -60,6 +62,11 @@ def _without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
     """A field that is not served: it may have the values that change nothing."""
     shown = "".join(f"{json.dumps(value)} or " for value in neutral)
     return Field(f"{shown}left out", lambda value: any(_is_same(value, each) for each in neutral), routes, False)
+
+
+def _elsewhere() -> Field:
+    """A field that another one has replaced."""
+    return Field("left out; `structured_outputs` does the same", lambda value: False, BOTH, False)
 
 
 def _note(routes: tuple[str, ...] = BOTH) -> Field:
@@ -142,6 +149,12 @@ FIELDS: dict[str, Field] = {
     "top_logprobs": Field(
         f"an integer from 0 to {MAX_LOGPROBS}", lambda value: _is_integer(value, 0, MAX_LOGPROBS), (CHAT,)
     ),
+    "response_format": Field(
+        'an object with the `type` "text", "json_object", or "json_schema" with a `json_schema` of `name` and `schema`',
+        is_format,
+        (CHAT,),
+    ),
+    "structured_outputs": Field(f"an object with one of {', '.join(f'`{kind}`' for kind in KINDS)}", is_structure),
     "chat_template_kwargs": Field("an object without `chat_template`", _is_options_of_template, (CHAT,)),
     # OpenAI's fields for which there is nothing here.
     "audio": _without_effect(routes=(CHAT,)),
@@ -153,7 +166,6 @@ FIELDS: dict[str, Field] = {
     "parallel_tool_calls": _without_effect(True, False, routes=(CHAT,)),
     "prediction": _without_effect(routes=(CHAT,)),
     "reasoning_effort": _without_effect(routes=(CHAT,)),
-    "response_format": _without_effect({"type": "text"}, routes=(CHAT,)),
     "service_tier": _without_effect("auto", "default", routes=(CHAT,)),
     "store": _without_effect(False, routes=(CHAT,)),
     "suffix": _without_effect("", routes=(COMPLETION,)),
@@ -161,6 +173,8 @@ FIELDS: dict[str, Field] = {
     "tools": _without_effect([], routes=(CHAT,)),
     "verbosity": _without_effect(routes=(CHAT,)),
     "web_search_options": _without_effect(routes=(CHAT,)),
+    # Other servers' names of `structured_outputs`.
+    **dict.fromkeys(("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex"), _elsewhere()),
     # Notes of the client's.
     "metadata": _note((CHAT,)),
     "prompt_cache_key": _note((CHAT,)),
@@ -174,6 +188,8 @@ SETTINGS = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
 )
+# Fields that say what answers must match.
+STRUCTURE = ("response_format", "structured_outputs")
 # Of a message. What else it has is refused, unless it is empty, so that an answer can be sent back as it came.
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
@@ -191,6 +207,7 @@ class Parameters:
         echoes: Whether answers begin with their prompts.
         num_logprobs: Most likely tokens that are reported with each token; `None` for no report.
         settings: Fields of `SETTINGS` that the client has sent.
+        structure: The fields that say what answers must match, of `STRUCTURE`.
     """
 
     num_choices: int
@@ -201,6 +218,7 @@ class Parameters:
     echoes: bool
     num_logprobs: int | None
     settings: dict[str, Any]
+    structure: dict[str, Any]
 
 
 def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
@@ -230,6 +248,9 @@ def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
     if len(lengths) > 1:
         message = "`max_tokens` and `max_completion_tokens` must agree, got two lengths. Leave one out."
         raise Refused(message, param="max_tokens")
+    if all(name in given for name in STRUCTURE) and given["response_format"]["type"] != "text":
+        message = "`structured_outputs` must be left out with `response_format`, got both."
+        raise Refused(message, param="structured_outputs")
     if route == CHAT:
         _check_messages(given.get("messages"))
     elif "prompt" not in given:
@@ -244,6 +265,7 @@ def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
         echoes=given.get("echo", False),
         num_logprobs=_num_logprobs(given, route),
         settings={name: given[name] for name in SETTINGS if name in given},
+        structure={name: given[name] for name in STRUCTURE if name in given},
     )
 
 

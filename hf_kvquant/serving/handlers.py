@@ -7,6 +7,7 @@ messages and thoughts of text is used here.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncIterator
@@ -16,13 +17,16 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.utils import BaseHandler, Modality, get_response_template
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
+from ..batching.grammars import BadGrammar, Unavailable, check_installed
 from .fields import CHAT, MAX_ANSWERS, Parameters, Refused, parameters_of, prompts_of
 from .forms import END, ChatForm, CompletionForm, Form, Usage, error_body, event
 from .generation import Generation
 from .model import PatchedModels
 from .pieces import Piece
 from .requests import OpenRequest
+from .structured import grammar_of, written
 from .writing import Writer
 
 
@@ -50,7 +54,8 @@ class Handler:
         prompts = self._prompts(body, asked)
         limits = [self._generation.new_tokens(len(prompt), asked.max_new_tokens) for prompt in prompts]
         writers = [self._writer(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
-        sampling = self._generation.sampling_of(asked.settings, asked.num_logprobs)
+        grammar = await self._grammar(asked, prompts[0])
+        sampling = self._generation.sampling_of(asked.settings, asked.num_logprobs, grammar)
         for index, writer in enumerate(writers):
             number, choice = divmod(index, asked.num_choices)
             self._generation.submit(
@@ -107,6 +112,27 @@ class Handler:
         text_of = None if asked.num_logprobs is None else self._text_of
         return Writer(self._models.tokenizer, asked.stop, parser, text_of)
 
+    async def _grammar(self, asked: Parameters, prompt: list[int]) -> str | None:
+        """What answers must match, compiled in another thread; `None` for nothing."""
+        given = next((name for name, value in asked.structure.items() if value != {"type": "text"}), None)
+        if given is None:
+            return None
+        grammars = self._generation.grammars
+        try:
+            check_installed()
+            found = grammar_of(asked.structure.get("response_format"), asked.structure.get("structured_outputs"))
+            assert found is not None
+            end = self._thoughts_end(prompt)
+            grammar = written(found, None if end is None else grammars.spelled(end))
+            await asyncio.to_thread(grammars.compile, grammar)
+        except BadGrammar as error:
+            raise Refused(
+                f"`{given}` must be a grammar that can be compiled, got one that cannot: {error}.", param=given
+            ) from error
+        except Unavailable as error:
+            raise Refused(f"`{given}` {error}.", param=given) from error
+        return grammar
+
     def _parser(self, prompt: list[int]) -> ResponseParser | None:
         """What tells thoughts from the answer, if the model has any. Tools are not served: calls of them stay text."""
         template = get_response_template(self._models.tokenizer, self._models.model)
@@ -114,6 +140,18 @@ class Handler:
             return None
         fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
         return ResponseParser({**template, "fields": fields}, prefix=self._models.tokenizer.decode(prompt))
+
+    def _thoughts_end(self, prompt: list[int]) -> str | None:
+        """What ends the thoughts that the chat template has begun; `None` if it has not."""
+        parser = self._parser(prompt) if self._route == CHAT else None
+        opened = None
+        for each in [] if parser is None else parser.initial_events:
+            opened = {"region_open": each["field"], "region_close": None}.get(each["type"], opened)
+        if opened not in _REASONING_FIELDS:
+            return None
+        template: Any = get_response_template(self._models.tokenizer, self._models.model)
+        close: Any = template["fields"][opened].get("close")
+        return str(close[0] if isinstance(close, list) else close) if close else None
 
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""

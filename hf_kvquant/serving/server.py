@@ -61,7 +61,7 @@ def start(
     """
     metrics = Metrics()
     generation = Generation(batching, OpenRequests(metrics), is_sampled)
-    generation.start(models.model)
+    generation.start(models.model, models.tokenizer)
     generation.watch(metrics)
     unserved: Any = None  # their routes end at the front door
     chats: Any = Handler(models, generation, CHAT)
