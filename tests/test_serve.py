@@ -295,7 +295,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
             "`chat_template_kwargs` must be an",
         ),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": 3}, "`chat_template_kwargs` must be an object without"),
-        (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools` must be [] or left out, since it is not served, got [{}]."),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [{}]},
+            '`tools` must be a list of up to 128 functions, each with the `type` "function", got [{}].',
+        ),
     ],
 )
 def test_wrong_requests(running: Running, path: str, body: dict[str, Any], message: str) -> None:

@@ -26,7 +26,7 @@ from servers import Running, serving
 
 from hf_kvquant.batching import grammars as batching_grammars
 from hf_kvquant.batching.grammars import BadGrammar, Grammars, Unavailable
-from hf_kvquant.serving import handlers
+from hf_kvquant.serving import chats
 from hf_kvquant.serving.fields import CHAT, COMPLETION
 from hf_kvquant.serving.structured import schema_grammar, written
 
@@ -202,7 +202,7 @@ def test_thoughts_come_before_what_a_grammar_asks_for(running: Running, monkeypa
             "content": {"close": END, "content": "text"},
         },
     }
-    monkeypatch.setattr(handlers, "get_response_template", lambda *args: template)
+    monkeypatch.setattr(chats, "get_response_template", lambda *args: template)
     body = {"messages": MESSAGES, "response_format": FORMAT, "max_tokens": 1000, "logit_bias": {str(ord("e") - 32): 9}}
     message = running.http.post(CHAT, json=body).json()["choices"][0]["message"]
     assert json.loads(message["content"]).keys() == {"name", "age"}
@@ -364,7 +364,7 @@ def test_special_tokens_are_written_by_their_ids(folder: str) -> None:
     found = Grammars(tokenizer, 98, [94])
     assert found.spelled("<call>x</think>") == '<[96]> "x" <[97]>'
     for end in ("</think>", "done"):
-        grammar = written(schema_grammar(SCHEMA), found.spelled(end))
+        grammar = written(schema_grammar(SCHEMA), thoughts_end=found.spelled(end))
         found.compile(grammar)
         text = f'so {{"a" <b{end}\n{{"name": "Bo", "age": 7}}'
         ids = tokenizer(text, add_special_tokens=False).input_ids

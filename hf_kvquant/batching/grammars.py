@@ -52,10 +52,13 @@ class Grammars:
         tokenizer: Of the model, a fast one.
         vocab_size: Logits of the model.
         end_tokens: Any of them ends an answer.
+
+    Attributes:
+        end_tokens: See there.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
-        self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
+        self._tokenizer, self.end_tokens = tokenizer, sorted(end_tokens)
         self._num_tokens = max(vocab_size, len(tokenizer))
         self._lock = threading.Lock()
         self._kept = functools.lru_cache(_MOST_KEPT)(self._compiled)
@@ -135,10 +138,10 @@ class Grammars:
         check_installed()
         from llguidance.hf import from_tokenizer  # comes with an extra
 
-        if not self._end_tokens:
+        if not self.end_tokens:
             raise Unavailable("needs an end token, and the model's generation config has no `eos_token_id`")
         try:
-            return from_tokenizer(self._tokenizer, self._num_tokens, self._end_tokens)
+            return from_tokenizer(self._tokenizer, self._num_tokens, self.end_tokens)
         except ValueError as error:
             raise Unavailable(f"needs a tokenizer that llguidance can read: {error}") from error
 

@@ -95,7 +95,7 @@ def start(
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return refusal(error.status_code, error.detail, error.param, error.code)
+        return refusal(error.status, error.message, error.param, error.code)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -88,19 +88,21 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def written(grammar: Mapping[str, Any], thoughts_end: str | None = None) -> str:
+def written(grammar: Mapping[str, Any], *others: Mapping[str, Any], thoughts_end: str | None = None) -> str:
     """A grammar in the JSON of llguidance.
 
     Args:
         grammar: One of llguidance's.
+        *others: Those that it names.
         thoughts_end: If the model thinks aloud before its answer, what ends that, in Lark; `None` if it does not.
     """
     if thoughts_end is None:
-        return json.dumps({"grammars": [grammar]})
+        return json.dumps({"grammars": [grammar, *others]})
     is_text = thoughts_end.startswith('"')
     thoughts = f"thoughts[suffix={thoughts_end}]: /(.|\\n)*/" if is_text else "thoughts: /(.|\\n)*/"
     start = f"start: thoughts {'' if is_text else thoughts_end} /[ \\n]{{0,4}}/ @answer"
-    return json.dumps({"grammars": [{"lark_grammar": f"{start}\n{thoughts}"}, {"name": "answer", **grammar}]})
+    first = {"lark_grammar": f"{start}\n{thoughts}"}
+    return json.dumps({"grammars": [first, {**grammar, "name": "answer"}, *others]})
 
 
 def _is_schema(text: str) -> bool:
