@@ -73,7 +73,7 @@ class Chats:
             template["fields"] = {CALLS: self._calls_field(), **template["fields"]}
         if own is None and tools is None:
             return None
-        return Reader(template, None if own is None else self._tokenizer.decode(prompt), tools)
+        return Reader(template, "" if own is None else self._tokenizer.decode(prompt), tools)
 
     def grammar(self, asked: Parameters, reader: Reader | None) -> str | None:
         """What an answer must match, compiled; `None` for nothing. Takes its time.

@@ -23,7 +23,7 @@ class Reader:
 
     Args:
         template: transformers' description of responses.
-        prefix: The prompt as text; `None` if the answer begins with nothing of it.
+        prefix: The prompt as text; empty if the answer begins with nothing of it.
         tools: What may be called, if anything.
 
     Attributes:
@@ -31,7 +31,7 @@ class Reader:
         thoughts_end: What ends the thoughts with which the prompt has begun the answer; `None` if it has not.
     """
 
-    def __init__(self, template: Mapping[str, Any], prefix: str | None, tools: Tools | None = None) -> None:
+    def __init__(self, template: Mapping[str, Any], prefix: str, tools: Tools | None = None) -> None:
         given: Any = None if tools is None else tools.given
         self._fields = template["fields"]
         self._parser = ResponseParser(dict(template), prefix=prefix, tools=given)

@@ -1,9 +1,9 @@
 """Tools: what a model may call, the forms in which models write calls, and the grammars of these.
 
 A chat template tells the model how to write a call. `FORMATS` is the one table of the forms that are known, each by a
-part of the template's text. A form has transformers' description of a response (`transformers.utils.chat_parsing`), which
-reads the calls, and a grammar, which makes the model write one. A tokenizer's own description (`response_template`) comes
-first.
+part of the template's text. A form has transformers' description of a response (`transformers.utils.chat_parsing`),
+which reads the calls, and a grammar, which makes the model write one. A tokenizer's own description
+(`response_template`) comes first.
 """
 
 from __future__ import annotations
@@ -73,9 +73,15 @@ class ToolFormat:
     begin: str | None = None
 
 
+def _joined(separator: str, most: int) -> str:
+    """The Lark of up to so many calls."""
+    return f"call ({separator} call){{0,{most - 1}}}" if most > 1 else "call"
+
+
 def _tagged(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
     call = f'{spelled("<tool_call>")} "\\n" ({" | ".join(functions.values())}) "\\n" {spelled("</tool_call>")}'
-    return f'call ("\\n" call){{0,{most - 1}}}\ncall: {call}'
+    calls = _joined('"\\n"', most)
+    return f"{calls}\ncall: {call}"
 
 
 def _bare(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
@@ -83,8 +89,8 @@ def _bare(functions: Mapping[str, str], spelled: Callable[[str], str], most: int
 
 
 def _listed(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
-    more = f'(", " call){{0,{most - 1}}}'
-    return f'{spelled("[TOOL_CALLS]")} "[" call {more} "]"\ncall: {" | ".join(functions.values())}'
+    calls = _joined('", "', most)
+    return f'{spelled("[TOOL_CALLS]")} "[" {calls} "]"\ncall: {" | ".join(functions.values())}'
 
 
 def _named(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
@@ -100,8 +106,8 @@ FORMATS: dict[str, ToolFormat] = {
     "Qwen 3 Coder": ToolFormat(
         ("<tool_call>", "<function=", "<parameter="),
         {
-            "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>(?:\s*</tool_call>)?",
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
             "repeats": True,
             "content": "xml-inline",
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
