@@ -288,7 +288,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
             "`max_tokens` and ",
         ),
         (CHAT, {"messages": [{"role": "user", "audio": {"id": "x"}}]}, "a message must have no `audio`, which is not"),
-        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "`response_format` must be {"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "`response_format` must be an object"),
         (
             CHAT,
             {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
