@@ -270,7 +270,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
     own = {
         "Manager": {"_restore_attention", "_leave_model"},
         "Processor": {"_add_if_it_fits", "_taken_with_logprobs", "_end_outgrown", "_wait_for_device", "look_at_model"},
-        "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs"},
+        "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs", "grammars"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages"},
         "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "_tokens_alone", "forget_pages"},
         "PageMemory": set(),
