@@ -602,10 +602,31 @@ MUTATIONS = [
             "sampling",
         ),
         (
-            "prompt, written = state.initial_tokens[:num_prompt], state.initial_tokens[num_prompt:]",
-            "prompt, written = state.initial_tokens[:num_prompt], state.initial_tokens[:0]",
+            "return state.initial_tokens[:num_prompt], state.initial_tokens[num_prompt:]",
+            "return state.initial_tokens[:num_prompt], state.initial_tokens[:0]",
             "a request that starts again forgets what it wrote",
-            "sampling serve_fields",
+            "sampling serve_fields serve_structured",
+        ),
+        (
+            "logits = _masked(logits, bound, states, samplings, grammars)",
+            "_masked(logits, bound, states, samplings, grammars)",
+            "grammars hold for no token",
+            "serve_structured",
+        ),
+        (
+            "states[row].error = each.error",
+            "pass",
+            "an answer that no longer fits its grammar counts as complete",
+            "serve_structured",
+        ),
+    ),
+    *of(
+        "hf_kvquant/serving/reading.py",
+        (
+            "calls = calls if self._is_parallel else calls[:1]",
+            "calls = calls[:]",
+            "an answer with a list of calls has several where one is wanted",
+            "serve_tools",
         ),
     ),
     *of(

@@ -271,7 +271,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "Manager": {"_restore_attention", "_leave_model"},
         "Processor": {"_add_if_it_fits", "_taken_with_logprobs", "_end_outgrown", "_wait_for_device", "look_at_model"}
         | {"_offload_without_those_in_flight"},
-        "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs"}
+        "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs", "grammars"}
         | {"_decode_group", "_request_of"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages"}
         | {"pages_of_a_state", "most_requests"},

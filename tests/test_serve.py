@@ -288,14 +288,18 @@ HELLO = [{"role": "user", "content": "Hello"}]
             "`max_tokens` and ",
         ),
         (CHAT, {"messages": [{"role": "user", "audio": {"id": "x"}}]}, "a message must have no `audio`, which is not"),
-        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "`response_format` must be {"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "`response_format` must be an object"),
         (
             CHAT,
             {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
             "`chat_template_kwargs` must be an",
         ),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": 3}, "`chat_template_kwargs` must be an object without"),
-        (CHAT, {"messages": HELLO, "tools": [{}]}, "`tools` must be [] or left out, since it is not served, got [{}]."),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [{}]},
+            '`tools` must be a list of up to 128 functions, each with the `type` "function", got [{}].',
+        ),
     ],
 )
 def test_wrong_requests(running: Running, path: str, body: dict[str, Any], message: str) -> None:

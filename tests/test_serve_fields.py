@@ -26,13 +26,13 @@ if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
 from servers import Running, serving
-from transformers.utils.chat_parsing import ResponseParser
 from waiting import until
 
-from hf_kvquant.serving import handlers
+from hf_kvquant.serving import chats
 from hf_kvquant.serving.fields import BOTH, CHAT, COMPLETION, FIELDS
 from hf_kvquant.serving.forms import ChatForm
 from hf_kvquant.serving.pieces import Logprob, Piece
+from hf_kvquant.serving.reading import Reader
 from hf_kvquant.serving.writing import StopStrings, Writer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,7 +172,7 @@ def written(texts: list[str]) -> dict[str, Any]:
 )
 def test_thoughts_are_told_from_the_answer(folder: str, text: str, stop: tuple[str, ...], message: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    writer = Writer(tokenizer, stop, ResponseParser(THINKING, prefix="assistant: "))
+    writer = Writer(tokenizer, stop, Reader(THINKING, "assistant: "))
     texts = writer.write(tokenizer(text, add_special_tokens=False).input_ids)
     assert written(texts + writer.finish()) == message
 
@@ -183,7 +183,7 @@ def test_an_answer_that_begins_with_thoughts(running: Running, monkeypatch: pyte
     text = running.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
     thoughts = {**THINKING["fields"]["reasoning_content"], "open": "<assistant>"}
     template = {**THINKING, "start_anchor": "<user>", "fields": {**THINKING["fields"], "reasoning_content": thoughts}}
-    monkeypatch.setattr(handlers, "get_response_template", lambda *args: template)
+    monkeypatch.setattr(chats, "get_response_template", lambda *args: template)
     found = running.http.post(CHAT, json=body).json()["choices"][0]["message"]
     assert (found["content"], found["reasoning_content"]) == ("", text.strip())
     deltas = [event["choices"][0]["delta"] for event in events_of(running, CHAT, **body)]
@@ -196,7 +196,7 @@ def test_what_looks_like_a_call_of_a_tool_stays_text(running: Running, monkeypat
     text = running.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
     calls = {**THINKING["fields"]["tool_calls"], "open": text[3]}
     template = {**THINKING, "fields": {**THINKING["fields"], "tool_calls": calls}}
-    monkeypatch.setattr(handlers, "get_response_template", lambda *args: template)
+    monkeypatch.setattr(chats, "get_response_template", lambda *args: template)
     assert running.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"] == text
 
 

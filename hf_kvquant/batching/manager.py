@@ -30,6 +30,7 @@ from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer, check_room
+from .grammars import Grammars
 from .runner import Runner, inputs_of, max_blocks_of, settle_graphs
 from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
@@ -202,6 +203,7 @@ class Manager(ContinuousBatchingManager):
 
     Attributes:
         made_for: Weights, adapters and the user's wishes; they may change.
+        grammars: For requests whose answers must match one. Whoever adds such requests sets it before `warmup`.
 
     Raises:
         ImportError, NotImplementedError, ValueError: See `check_served` and `pages_of`. The model is unchanged.
@@ -250,6 +252,7 @@ class Manager(ContinuousBatchingManager):
         # transformers resolves it to 0 for every attention but that of the flash-attention package.
         self.continuous_batching_config.max_blocks_per_request = max_blocks_of(model, resolved, workload_hints)
         self.logit_processor.supported_keys[KEY] = Sampling
+        self.grammars: Grammars | None = None
         notes_on(model).manager = weakref.ref(self)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -357,7 +360,7 @@ class Manager(ContinuousBatchingManager):
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(batching, cache.num_blocks, cache.max_batch_tokens)
         scheduler: Any = SCHEDULER_MAPPING[batching.scheduler_type]
-        return Processor(
+        processor = Processor(
             model=model,
             cache=cache,
             config=text_config,
@@ -373,3 +376,5 @@ class Manager(ContinuousBatchingManager):
             scheduler=scheduler(cache, batching.safety_margin, batching.max_requests_per_batch),
             distributed_helper=self.distributed_helper,
         )
+        processor.model_runner.grammars = self.grammars
+        return processor

@@ -34,6 +34,7 @@ from ..graphs.fusion import fused
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of
 from .cache import PagedCache
+from .grammars import Grammars
 from .sampling import choose, sampling_of
 
 logger = logging.getLogger(__name__)
@@ -111,9 +112,14 @@ class _Borrowed:
 
 
 class Runner(ModelRunner):
-    """A `ModelRunner` over pages of codes."""
+    """A `ModelRunner` over pages of codes.
+
+    Attributes:
+        grammars: For requests whose answers must match one; `None` where nobody asks for that.
+    """
 
     cache: PagedCache
+    grammars: Grammars | None = None
 
     @property
     def max_requests(self) -> int:
@@ -206,7 +212,7 @@ class Runner(ModelRunner):
         super().compute_batch(model, batch_data)
         if graph is not None:
             with stream_context(io.compute_stream):
-                choose(getattr(graph, SCORES), io.output_ids[0], self._choosing())
+                choose(getattr(graph, SCORES), io.output_ids[0], self._choosing(), self.grammars)
 
     def _graph_to_follow(self) -> Any:
         """The captured step that comes next if some of its requests choose their tokens after it; else `None`."""
@@ -225,7 +231,7 @@ class Runner(ModelRunner):
         if scores.is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured = _Borrowed(scores[0])
         else:
-            choose(scores[0], output_ids[0], self._choosing())
+            choose(scores[0], output_ids[0], self._choosing(), self.grammars)
 
     def _forward_process_and_sample(
         self,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .grammars import Grammars, Progress
 from .settings import marked_complete, tell_left_out
 
 KEY = "sampling"  # of a `Sampling`, among the arguments of the manager's `add_request`
@@ -48,6 +49,7 @@ class Sampling:
         seed: What the draws depend on.
         choice: Likewise: which answer to the same prompt this is.
         num_logprobs: Most likely tokens that are reported with each token; `None` for no report.
+        grammar: What the answer must match, see `Grammars`; `None` for nothing.
     """
 
     temperature: float = 0.0
@@ -61,6 +63,7 @@ class Sampling:
     seed: int = 0
     choice: int = 0
     num_logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def is_truncated(self) -> bool:
@@ -113,20 +116,21 @@ def sampling_of(state: Any) -> Sampling | None:
     return found
 
 
-def choose(scores: Tensor, output_ids: Tensor, states: Sequence[Any]) -> None:
-    """Choose the tokens of all requests that have a `Sampling`. Never waits for the device.
+def choose(scores: Tensor, output_ids: Tensor, states: Sequence[Any], grammars: Grammars | None = None) -> None:
+    """Choose the tokens of all requests that have a `Sampling`. Waits for the device only if one has a grammar.
 
     Args:
         scores: `[rows, vocab_size]` float32, read only. The first rows are those of `states`.
         output_ids: `[at least rows]` int32: the most likely tokens. Those of the requests are overwritten.
         states: Of the requests with a new token, in their order.
+        grammars: Must be there if a request has a grammar.
     """
     rows = [row for row, state in enumerate(states) if sampling_of(state) is not None]
     step = max(1, _MAX_ELEMENTS // scores.shape[1])
     for begin in range(0, len(rows), step):
         part = rows[begin : begin + step]
         index = _sent(part, torch.int64, scores.device)
-        output_ids[index] = _chosen(scores[index], [states[row] for row in part]).to(output_ids.dtype)
+        output_ids[index] = _chosen(scores[index], [states[row] for row in part], grammars).to(output_ids.dtype)
 
 
 def reports(states: Iterator[Any]) -> list[TokenLogprobs | None] | None:
@@ -157,10 +161,13 @@ class _Due:
         return TokenLogprobs(self.chosen[self.row].item(), top)
 
 
-def _chosen(scores: Tensor, states: Sequence[Any]) -> Tensor:
+def _chosen(scores: Tensor, states: Sequence[Any], grammars: Grammars | None) -> Tensor:
     """The tokens of some requests, `[rows]` int64. `scores` is `[rows, vocab_size]`, and is not changed."""
     samplings = [each for state in states if (each := sampling_of(state)) is not None]
     logits = _penalized(scores, states, samplings)
+    bound = [row for row, each in enumerate(samplings) if each.grammar is not None]
+    if bound:
+        logits = _masked(logits, bound, states, samplings, grammars)
     tokens = logits.argmax(-1)
     for is_truncated in (False, True):  # one by one: what a number draws depends on the order of tokens
         rows = [row for row, each in enumerate(samplings) if each.temperature > 0 and each.is_truncated == is_truncated]
@@ -171,8 +178,30 @@ def _chosen(scores: Tensor, states: Sequence[Any]) -> Tensor:
     for row, (state, each) in enumerate(zip(states, samplings, strict=True)):
         if each.is_penalized:
             state.token_counts.index_add_(0, tokens[row : row + 1], state.token_counts.new_ones(1))
+    if bound:
+        chosen = _received(tokens)
+        event = torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
+        for row in bound:
+            states[row].progress.note(chosen, row, event)
     _send_reports(scores, tokens, states, samplings)
     return tokens
+
+
+def _masked(
+    logits: Tensor, rows: Sequence[int], states: Sequence[Any], samplings: Sequence[Sampling], grammars: Grammars | None
+) -> Tensor:
+    """Logits of the tokens that grammars allow. A request whose grammar cannot go on ends, with an error."""
+    assert grammars is not None
+    found: list[Progress] = []
+    for row in rows:
+        state, grammar = states[row], samplings[row].grammar
+        if not hasattr(state, "progress"):  # in its first step, also after it had to start again
+            state.progress = grammars.begin(grammar or "", _parts(state)[1])
+        found.append(state.progress)
+    logits = grammars.masked(logits, _sent(rows, torch.int64, logits.device), found)
+    for row, each in zip(rows, found, strict=True):
+        states[row].error = each.error
+    return logits
 
 
 def _penalized(scores: Tensor, states: Sequence[Any], samplings: Sequence[Sampling]) -> Tensor:
@@ -204,8 +233,7 @@ def _count(state: Any, sampling: Sampling, scores: Tensor) -> None:
     """Count the tokens of a request in its first step, also after it had to start again with what it had written."""
     if hasattr(state, "token_counts"):
         return
-    num_prompt = state._true_initial_tokens or len(state.initial_tokens)
-    prompt, written = state.initial_tokens[:num_prompt], state.initial_tokens[num_prompt:]
+    prompt, written = _parts(state)
     size, device = scores.shape[1], scores.device
     ids = _sent(written, torch.int64, device)
     state.token_counts = torch.zeros(size, dtype=torch.int32, device=device).index_add_(
@@ -215,6 +243,12 @@ def _count(state: Any, sampling: Sampling, scores: Tensor) -> None:
     state.is_in_prompt = torch.zeros(size, dtype=torch.bool, device=device).index_fill_(
         0, _sent(seen, torch.int64, device), True
     )
+
+
+def _parts(state: Any) -> tuple[list[int], list[int]]:
+    """What a request began with: its prompt, and what it had written before it had to start again."""
+    num_prompt = state._true_initial_tokens or len(state.initial_tokens)
+    return state.initial_tokens[:num_prompt], state.initial_tokens[num_prompt:]
 
 
 def _drawn(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[float], is_truncated: bool) -> Tensor:

@@ -107,7 +107,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
     try:
         if not ranks.answers:
             generation = Generation(batching, OpenRequests(Metrics()), args.sample)
-            generation.start(model)
+            generation.start(model, models.tokenizer)
             return generation
         how = {"max_waiting": args.max_waiting, "is_sampled": args.sample, "enable_cors": args.enable_cors}
         return start(models, batching, **how, api_key=args.api_key)

@@ -1,7 +1,8 @@
 """An OpenAI-compatible server over pages of codes: transformers' own, with a door in front that keeps it answering.
 
-transformers loads models, makes prompts, schedules and has the routes. This room patches the model (`model.py`), reads
-requests (`fields.py`, `handlers.py`), passes tokens on to those that are still open (`generation.py`, `requests.py`),
-makes text of them (`writing.py`) and answers of that (`forms.py`), refuses what would stop the server (`front.py`),
+transformers loads models, schedules and has the routes. This room patches the model (`model.py`), reads requests
+(`fields.py`, `handlers.py`), makes prompts of chats (`chats.py`, `tools.py`) and grammars of what answers must match
+(`structured.py`), passes tokens on to those that are still open (`generation.py`, `requests.py`), makes text and calls
+of them (`writing.py`, `reading.py`) and answers of that (`forms.py`), refuses what would stop the server (`front.py`),
 counts (`metrics.py`) and ends in good order (`server.py`).
 """

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import HTTPException
+from .structured import KINDS, is_format, is_structure
+from .tools import MAX_TOOLS, MESSAGE, Tools, is_call, is_choice, is_tools, tools_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETION)
@@ -24,7 +25,7 @@ MAX_LOGPROBS = 20
 MAX_BIASES, MAX_BIAS = 1024, 100
 
 
-class Refused(HTTPException):
+class Refused(Exception):
     """A mistake of the client.
 
     Args:
@@ -35,8 +36,8 @@ class Refused(HTTPException):
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message)
-        self.param, self.code = param, code
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,11 @@ def _without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
     """A field that is not served: it may have the values that change nothing."""
     shown = "".join(f"{json.dumps(value)} or " for value in neutral)
     return Field(f"{shown}left out", lambda value: any(_is_same(value, each) for each in neutral), routes, False)
+
+
+def _elsewhere() -> Field:
+    """A field that another one has replaced."""
+    return Field("left out; `structured_outputs` does the same", lambda value: False, BOTH, False)
 
 
 def _note(routes: tuple[str, ...] = BOTH) -> Field:
@@ -142,6 +148,17 @@ FIELDS: dict[str, Field] = {
     "top_logprobs": Field(
         f"an integer from 0 to {MAX_LOGPROBS}", lambda value: _is_integer(value, 0, MAX_LOGPROBS), (CHAT,)
     ),
+    "tools": Field(f'a list of up to {MAX_TOOLS} functions, each with the `type` "function"', is_tools, (CHAT,)),
+    "tool_choice": Field(
+        '"none", "auto", "required", or an object that names a function of `tools`', is_choice, (CHAT,)
+    ),
+    "parallel_tool_calls": Field("true or false", _is_bool, (CHAT,)),
+    "response_format": Field(
+        'an object with the `type` "text", "json_object", or "json_schema" with a `json_schema` of `name` and `schema`',
+        is_format,
+        (CHAT,),
+    ),
+    "structured_outputs": Field(f"an object with one of {', '.join(f'`{kind}`' for kind in KINDS)}", is_structure),
     "chat_template_kwargs": Field("an object without `chat_template`", _is_options_of_template, (CHAT,)),
     # OpenAI's fields for which there is nothing here.
     "audio": _without_effect(routes=(CHAT,)),
@@ -150,17 +167,15 @@ FIELDS: dict[str, Field] = {
     "functions": _without_effect([], routes=(CHAT,)),
     "modalities": _without_effect(["text"], routes=(CHAT,)),
     "moderation": _without_effect(routes=(CHAT,)),
-    "parallel_tool_calls": _without_effect(True, False, routes=(CHAT,)),
     "prediction": _without_effect(routes=(CHAT,)),
     "reasoning_effort": _without_effect(routes=(CHAT,)),
-    "response_format": _without_effect({"type": "text"}, routes=(CHAT,)),
     "service_tier": _without_effect("auto", "default", routes=(CHAT,)),
     "store": _without_effect(False, routes=(CHAT,)),
     "suffix": _without_effect("", routes=(COMPLETION,)),
-    "tool_choice": _without_effect("none", "auto", routes=(CHAT,)),
-    "tools": _without_effect([], routes=(CHAT,)),
     "verbosity": _without_effect(routes=(CHAT,)),
     "web_search_options": _without_effect(routes=(CHAT,)),
+    # Other servers' names of `structured_outputs`.
+    **dict.fromkeys(("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex"), _elsewhere()),
     # Notes of the client's.
     "metadata": _note((CHAT,)),
     "prompt_cache_key": _note((CHAT,)),
@@ -174,8 +189,8 @@ SETTINGS = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
 )
-# Of a message. What else it has is refused, unless it is empty, so that an answer can be sent back as it came.
-MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+# Fields that say what answers must match.
+STRUCTURE = ("response_format", "structured_outputs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +206,8 @@ class Parameters:
         echoes: Whether answers begin with their prompts.
         num_logprobs: Most likely tokens that are reported with each token; `None` for no report.
         settings: Fields of `SETTINGS` that the client has sent.
+        structure: The fields that say what answers must match, of `STRUCTURE`.
+        tools: What the model may call; `None` if nothing.
     """
 
     num_choices: int
@@ -201,6 +218,13 @@ class Parameters:
     echoes: bool
     num_logprobs: int | None
     settings: dict[str, Any]
+    structure: dict[str, Any]
+    tools: Tools | None
+
+    @property
+    def structure_name(self) -> str | None:
+        """The field that says what answers must match; `None` if they may be any text."""
+        return next((name for name, value in self.structure.items() if value != {"type": "text"}), None)
 
 
 def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
@@ -230,6 +254,9 @@ def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
     if len(lengths) > 1:
         message = "`max_tokens` and `max_completion_tokens` must agree, got two lengths. Leave one out."
         raise Refused(message, param="max_tokens")
+    if all(name in given for name in STRUCTURE) and given["response_format"]["type"] != "text":
+        message = "`structured_outputs` must be left out with `response_format`, got both."
+        raise Refused(message, param="structured_outputs")
     if route == CHAT:
         _check_messages(given.get("messages"))
     elif "prompt" not in given:
@@ -244,6 +271,8 @@ def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
         echoes=given.get("echo", False),
         num_logprobs=_num_logprobs(given, route),
         settings={name: given[name] for name in SETTINGS if name in given},
+        structure={name: given[name] for name in STRUCTURE if name in given},
+        tools=_tools(given),
     )
 
 
@@ -268,6 +297,26 @@ def _num_logprobs(given: dict[str, Any], route: str) -> int | None:
     return int(given.get("top_logprobs", 0) if route == CHAT else value)
 
 
+def _tools(given: dict[str, Any]) -> Tools | None:
+    """What may be called."""
+    names = [each["function"]["name"] for each in given.get("tools", [])]
+    choice = given.get("tool_choice", "auto")
+    if len(names) > len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Refused(f"`tools` must have different names, got {twice!r} twice.", param="tools")
+    if choice not in ("none", "auto") and not names:
+        raise Refused("`tool_choice` must come with `tools`, got it alone. Leave it out.", param="tool_choice")
+    if isinstance(choice, dict) and choice["function"]["name"] not in names:
+        message = f"`tool_choice` must name one of {names}, got {_shown(choice['function']['name'])}."
+        raise Refused(message, param="tool_choice")
+    found = tools_of(given)
+    is_bound = any(given.get(name, {"type": "text"}) != {"type": "text"} for name in STRUCTURE)
+    if found is not None and is_bound and (found.must_call or found.is_strict):
+        message = "`tools` that are strict or must be called must come without a grammar of the answer, got both."
+        raise Refused(message, param="tools")
+    return found
+
+
 def _check_messages(messages: list[Any] | None) -> None:
     """Refuse messages that are not roles and texts."""
     if messages is None:
@@ -275,6 +324,12 @@ def _check_messages(messages: list[Any] | None) -> None:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(f"`messages` must each have a role, got {_shown(message)}.", param="messages")
+        if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+            raise Refused("a message of the role tool must have a `tool_call_id`, got none.", param="messages")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(map(is_call, calls)):
+            expected = "calls of functions, each with a name and with a JSON object as its arguments, in text"
+            raise Refused(f"`tool_calls` of a message must be {expected}, got {_shown(calls)}.", param="messages")
         for name, value in message.items():
             if name not in MESSAGE and value:
                 raise Refused(f"a message must have no `{name}`, which is not served.", param="messages")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from transformers.cli.serving.utils import ReasoningText
 
 from .pieces import Logprob, Piece
+from .tools import ToolCall
 
 LEAST_LOGPROB = -9999.0
 
@@ -72,12 +73,12 @@ class Form:
         """The first chunks of a stream, before there is any text."""
         return ""
 
-    def content(self, texts: Sequence[str]) -> dict[str, Any]:
+    def content(self, texts: Sequence[str | ToolCall]) -> dict[str, Any]:
         """The text of an answer in one piece."""
         raise NotImplementedError
 
-    def delta(self, text: str) -> dict[str, Any]:
-        """New text of an answer."""
+    def delta(self, text: str | ToolCall) -> dict[str, Any]:
+        """New text of an answer, or a call."""
         raise NotImplementedError
 
     def logprobs(self, found: Sequence[Logprob]) -> dict[str, Any]:
@@ -106,17 +107,24 @@ class ChatForm(Form):
         delta = {"delta": {"role": "assistant", "content": ""}}
         return "".join(self.chunk([self._choice(index, delta, None, None)]) for index in range(num_choices))
 
-    def content(self, texts: Sequence[str]) -> dict[str, Any]:
+    def content(self, texts: Sequence[str | ToolCall]) -> dict[str, Any]:
         """See `Form`."""
         thoughts = "".join(text for text in texts if isinstance(text, ReasoningText))
-        content = "".join(text for text in texts if not isinstance(text, ReasoningText))
-        message = {"role": "assistant", "content": content, "refusal": None}
-        if thoughts:  # the lines between them and the answer belong to neither
-            message |= {"content": content.strip(), "reasoning_content": thoughts.strip()}
+        content = "".join(text for text in texts if isinstance(text, str) and not isinstance(text, ReasoningText))
+        calls = [each.to_dict() for each in texts if isinstance(each, ToolCall)]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if thoughts or calls:  # the lines between the parts belong to none
+            message["content"] = content.strip()
+        if thoughts:
+            message["reasoning_content"] = thoughts.strip()
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return {"message": message}
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def delta(self, text: str | ToolCall) -> dict[str, Any]:
         """See `Form`."""
+        if isinstance(text, ToolCall):
+            return {"delta": {"tool_calls": [{"index": text.index, **text.to_dict()}]}}
         name = "reasoning_content" if isinstance(text, ReasoningText) else "content"
         return {"delta": {name: text} if text else {}}
 
@@ -135,11 +143,11 @@ class CompletionForm(Form):
     prefix = "cmpl"
     kinds = "text_completion", "text_completion"
 
-    def content(self, texts: Sequence[str]) -> dict[str, Any]:
+    def content(self, texts: Sequence[str | ToolCall]) -> dict[str, Any]:
         """See `Form`."""
-        return {"text": "".join(texts)}
+        return {"text": "".join(map(str, texts))}
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def delta(self, text: str | ToolCall) -> dict[str, Any]:
         """See `Form`."""
         return {"text": text}
 

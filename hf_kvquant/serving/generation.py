@@ -11,6 +11,8 @@ What transformers' classes do that made the checks here necessary:
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from ..batching.grammars import Grammars, Unavailable
 from ..batching.manager import Manager
 from ..batching.sampling import KEY, SETTINGS, Sampling, greedy_config
 from ..models.text_config import context_of, text_config_of
@@ -47,10 +50,15 @@ class Generation:
         self._vocab_size = 0
         self._own: Any = None  # the model's generation config
         self.manager: Manager
+        self.grammars: Grammars
         self.num_positions: int | None = None
 
-    def start(self, model: PreTrainedModel) -> None:
+    def start(self, model: PreTrainedModel, tokenizer: Any) -> None:
         """Take the memory, capture graphs on a GPU, and start the thread.
+
+        Args:
+            model: Patched.
+            tokenizer: Its own, for grammars.
 
         Raises:
             ImportError, NotImplementedError, ValueError: The model or a setting is not served.
@@ -62,6 +70,11 @@ class Generation:
         config.use_cache = False
         self.manager = model_any.init_continuous_batching(config, self._batching)
         self.num_positions = context_of(model)
+        self.grammars = Grammars(tokenizer, self._vocab_size, self._end_tokens())
+        if importlib.util.find_spec("llguidance") is not None:
+            with contextlib.suppress(Unavailable):  # requests that ask for one are told
+                self.grammars.prepare()
+        self.manager.grammars = self.grammars
         self.manager.output_router = Router(self.requests)
         self.requests.cancel = self.manager.cancel_request
         self.manager.warmup()
@@ -208,8 +221,7 @@ class Generation:
         Raises:
             CBWorkerDeadError: The generation thread takes no requests.
         """
-        ends = self._own.eos_token_id
-        end_tokens = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        end_tokens = self._end_tokens()
         answer = self.requests.open(request, writer, end_tokens, is_followed=is_followed)
         self.requests.metrics.prompt_tokens.inc(len(prompt))
         # Every token comes back, also of what is not streamed, to be counted.
@@ -224,7 +236,9 @@ class Generation:
         if name is None:
             raise CBWorkerDeadError("the generation thread has ended and takes no requests; restart the server")
 
-    def sampling_of(self, settings: Mapping[str, Any], num_logprobs: int | None) -> Sampling | None:
+    def sampling_of(
+        self, settings: Mapping[str, Any], num_logprobs: int | None, grammar: str | None = None
+    ) -> Sampling | None:
         """How a request chooses its tokens; `None` if it takes the most likely ones.
 
         What it does not say is the model's own. Without a seed, it gets one that nobody knows.
@@ -232,6 +246,7 @@ class Generation:
         Args:
             settings: Fields of `fields.SETTINGS`, checked.
             num_logprobs: See `Sampling`.
+            grammar: Likewise, compiled.
 
         Raises:
             Refused: A bias is for a token that the model does not have.
@@ -247,9 +262,13 @@ class Generation:
         is_named = any(named.get(name, neutral) != neutral for name, neutral in narrowed.items())
         temperature = named.get("temperature", own.get("temperature", 1.0) if self._is_sampled or is_named else 0.0)
         chosen = {"seed": secrets.randbits(63), **own, **named, "temperature": temperature}
-        sampling = Sampling(**chosen, logit_bias=bias, num_logprobs=num_logprobs)
-        is_plain = not (temperature or sampling.is_penalized or bias) and num_logprobs is None
+        sampling = Sampling(**chosen, logit_bias=bias, num_logprobs=num_logprobs, grammar=grammar)
+        is_plain = not (temperature or sampling.is_penalized or bias or grammar) and num_logprobs is None
         return None if is_plain else sampling
+
+    def _end_tokens(self) -> list[int]:
+        ends = self._own.eos_token_id
+        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def stop(self) -> None:
         """Stop at once: whoever is left gets an error. Does nothing the second time."""

@@ -1,12 +1,12 @@
 """`Handler`: answers one route. It reads a request, gives its prompts to the generation, and sends what comes back.
 
 transformers has handlers for both routes. They give each request to one request of the scheduler and send all of its
-text, so they have no place for several answers, stop strings or a prompt that is echoed. Of them, what makes prompts of
-messages and thoughts of text is used here.
+text, so they have no place for several answers, stop strings or a prompt that is echoed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncIterator
@@ -14,14 +14,14 @@ from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
-from transformers.cli.serving.utils import BaseHandler, Modality, get_response_template
-from transformers.utils.chat_parsing import ResponseParser
 
+from .chats import Chats
 from .fields import CHAT, MAX_ANSWERS, Parameters, Refused, parameters_of, prompts_of
 from .forms import END, ChatForm, CompletionForm, Form, Usage, error_body, event
 from .generation import Generation
 from .model import PatchedModels
 from .pieces import Piece
+from .reading import Reader
 from .requests import OpenRequest
 from .writing import Writer
 
@@ -37,20 +37,26 @@ class Handler:
 
     def __init__(self, models: PatchedModels, generation: Generation, route: str) -> None:
         self._models, self._generation, self._route = models, generation, route
+        self._chats = Chats(models.model, models.tokenizer, generation.grammars)
         self._text_of = functools.lru_cache(2**16)(models.text_of)
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request that the front door has let in.
 
         Raises:
-            HTTPException: 400 or 404 if the request is wrong, 500 or 503 if it failed.
+            Refused: The request is wrong.
+            HTTPException: It failed.
         """
         request = self._generation.requests.by_id[request_id]
         asked = parameters_of(body, self._route, self._models.served_name)
         prompts = self._prompts(body, asked)
         limits = [self._generation.new_tokens(len(prompt), asked.max_new_tokens) for prompt in prompts]
-        writers = [self._writer(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
-        sampling = self._generation.sampling_of(asked.settings, asked.num_logprobs)
+        readers = [self._reader(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
+        text_of = None if asked.num_logprobs is None else self._text_of
+        writers = [Writer(self._models.tokenizer, asked.stop, reader, text_of) for reader in readers]
+        is_free = asked.structure_name is None and asked.tools is None
+        grammar = None if is_free else await asyncio.to_thread(self._chats.grammar, asked, readers[0])
+        sampling = self._generation.sampling_of(asked.settings, asked.num_logprobs, grammar)
         for index, writer in enumerate(writers):
             number, choice = divmod(index, asked.num_choices)
             self._generation.submit(
@@ -74,7 +80,7 @@ class Handler:
         """The tokens of all prompts."""
         try:
             if self._route == CHAT:
-                return [self._tokens_of_chat(body)]
+                return [self._chats.tokens_of(body, asked.tools)]
             prompts = prompts_of(body["prompt"])
             if len(prompts) * asked.num_choices > MAX_ANSWERS:
                 got = f"{len(prompts)} prompts with `n` of {asked.num_choices}"
@@ -85,35 +91,14 @@ class Handler:
         except Exception as error:  # no chat template, roles that it refuses, text that is not Unicode, …
             raise Refused(f"the request cannot be read: {error or type(error).__name__}") from error
 
-    def _tokens_of_chat(self, body: dict[str, Any]) -> list[int]:
-        encoded = self._models.tokenizer.apply_chat_template(
-            BaseHandler.get_processor_inputs_from_messages(body["messages"], Modality.LLM),
-            add_generation_prompt=True,
-            return_tensors=None,
-            return_dict=True,
-            tokenize=True,
-            **(body.get("chat_template_kwargs") or {}),
-        )
-        return list(encoded["input_ids"])
-
     def _tokens_of(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return list(self._models.tokenizer(prompt)["input_ids"])
         self._generation.check_ids(prompt)
         return prompt
 
-    def _writer(self, prompt: list[int], asked: Parameters) -> Writer:
-        parser = self._parser(prompt) if self._route == CHAT else None
-        text_of = None if asked.num_logprobs is None else self._text_of
-        return Writer(self._models.tokenizer, asked.stop, parser, text_of)
-
-    def _parser(self, prompt: list[int]) -> ResponseParser | None:
-        """What tells thoughts from the answer, if the model has any. Tools are not served: calls of them stay text."""
-        template = get_response_template(self._models.tokenizer, self._models.model)
-        if template is None:
-            return None
-        fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
-        return ResponseParser({**template, "fields": fields}, prefix=self._models.tokenizer.decode(prompt))
+    def _reader(self, prompt: list[int], asked: Parameters) -> Reader | None:
+        return self._chats.reader(prompt, asked.tools) if self._route == CHAT else None
 
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""

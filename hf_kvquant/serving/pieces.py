@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .tools import ToolCall
+
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
@@ -34,7 +36,7 @@ class Piece:
     """
 
     index: int
-    texts: list[str]
+    texts: list[str | ToolCall]
     logprobs: list[Logprob] | None = None
     reason: str | None = None
 

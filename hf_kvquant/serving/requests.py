@@ -185,7 +185,8 @@ class OpenRequests:
             self.cancel(answer.answer_id)
         is_ended = writer.is_stopped or output.generated_tokens[-1] in answer.end_tokens
         texts += writer.finish()
-        piece = Piece(answer.index, texts, writer.taken_logprobs(), "stop" if is_ended else "length")
+        reason = "tool_calls" if writer.has_called and is_ended else "stop" if is_ended else "length"
+        piece = Piece(answer.index, texts, writer.taken_logprobs(), reason)
         answer.request.news.put_nowait(piece)
         if answer.request.num_open == 0:
             self._end(answer.request, "finished")

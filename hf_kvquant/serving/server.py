@@ -61,7 +61,7 @@ def start(
     """
     metrics = Metrics()
     generation = Generation(batching, OpenRequests(metrics), is_sampled)
-    generation.start(models.model)
+    generation.start(models.model, models.tokenizer)
     generation.watch(metrics)
     unserved: Any = None  # their routes end at the front door
     chats: Any = Handler(models, generation, CHAT)
@@ -95,7 +95,7 @@ def start(
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return refusal(error.status_code, error.detail, error.param, error.code)
+        return refusal(error.status, error.message, error.param, error.code)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:

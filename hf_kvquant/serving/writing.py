@@ -1,7 +1,7 @@
 """`Writer`: the text of an answer while its tokens come, up to a stop string.
 
 A stop string may lie across tokens, so text that may turn out to be the beginning of one is held back. A chat model
-may think aloud first: transformers' parser of responses splits that from the answer. It reads what is written up to the
+may think aloud first, and it may call tools: a `Reader` splits that from the answer. It reads what is written up to the
 stop string.
 """
 
@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from transformers.cli.serving.utils import response_events_to_chunks
 
 from ..batching.sampling import TokenLogprobs
 from .pieces import Logprob
+from .reading import Reader
+from .tools import ToolCall
 
 
 class StopStrings:
@@ -62,7 +63,7 @@ class Writer:
     Args:
         tokenizer: A fast one of transformers.
         stop: Texts that end the answer, and are not part of it.
-        parser: transformers' `ResponseParser`; `None` for plain text.
+        reader: Tells the parts of the answer apart; `None` for plain text.
         text_of: The text of one token, if tokens come with logarithms of probabilities.
     """
 
@@ -70,12 +71,12 @@ class Writer:
         self,
         tokenizer: Any,
         stop: Sequence[str] = (),
-        parser: Any = None,
+        reader: Reader | None = None,
         text_of: Callable[[int], str] | None = None,
     ) -> None:
-        self._tokenizer, self._parser = tokenizer, parser
-        # The parser looks for special tokens.
-        self._skips_special = parser is None
+        self._tokenizer, self._reader = tokenizer, reader
+        # The reader looks for special tokens.
+        self._skips_special = reader is None
         self._stream = DecodeStream([], skip_special_tokens=self._skips_special)
         self._stops = StopStrings(stop)
         self._tokens: list[int] = []
@@ -86,16 +87,21 @@ class Writer:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has come."""
-        return self._stops.is_found
+        """Whether a stop string has come, or the last call that there may be."""
+        return self._stops.is_found or (self._reader is not None and self._reader.is_over)
+
+    @property
+    def has_called(self) -> bool:
+        """Whether the answer has a call."""
+        return self._reader is not None and self._reader.num_calls > 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens that were written."""
         return len(self._tokens)
 
-    def write(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[str]:
-        """New text: `ReasoningText` of transformers for thoughts, else a `str`.
+    def write(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[str | ToolCall]:
+        """New text and calls. Thoughts are `ReasoningText` of transformers.
 
         Tokens after the one that completes a stop string are left out.
 
@@ -117,7 +123,7 @@ class Writer:
             text += self._stops.passed(decoded)
         return self._parsed(text)
 
-    def finish(self) -> list[str]:
+    def finish(self) -> list[str | ToolCall]:
         """What was held back: a character without its last bytes, and what might have become a stop string."""
         text = ""
         if not self.is_stopped:
@@ -126,11 +132,8 @@ class Writer:
         pieces = self._parsed(text)
         if not self.is_stopped:
             self._num_passed += 1  # past the tokens at the end that have no text, such as the end token
-        if self._parser is not None:
-            try:
-                pieces += response_events_to_chunks(self._parser.finalize()[1])
-            except (ValueError, RuntimeError):
-                pass  # the answer ends within a structured part, whose text has not been written
+        if self._reader is not None:
+            pieces += self._reader.finish()
         return pieces
 
     def taken_logprobs(self) -> list[Logprob] | None:
@@ -142,8 +145,8 @@ class Writer:
         self._logprobs = self._logprobs[len(taken) :]
         return taken
 
-    def _parsed(self, text: str) -> list[str]:
+    def _parsed(self, text: str) -> list[str | ToolCall]:
         self._num_passed += len(text)
-        if self._parser is None:
+        if self._reader is None:
             return [text] if text else []
-        return response_events_to_chunks(self._parser.feed(text)) if text else []
+        return self._reader.feed(text) if text else []

@@ -1,0 +1,189 @@
+"""`Chats`: the prompts of chats, how their answers are read, and what these must match."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cli.serving.utils import get_response_template
+from transformers.utils.chat_template_utils import _REASONING_FIELDS
+
+from ..batching.grammars import BadGrammar, Grammars, Unavailable, check_installed
+from .fields import Parameters, Refused
+from .reading import CALLS, Reader
+from .structured import grammar_of, written
+from .tools import ToolFormat, Tools, for_template, format_of
+
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_time", "description": "Time", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class Chats:
+    """What is known of the chats of one model.
+
+    Args:
+        model: Whose type says how it responds, if its tokenizer does not.
+        tokenizer: Of the model.
+        grammars: Of the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, grammars: Grammars) -> None:
+        self._model, self._tokenizer, self._grammars = model, tokenizer, grammars
+
+    def text_of(self, body: Mapping[str, Any], tools: Tools | None) -> str:
+        """The prompt of a chat, as text.
+
+        Raises:
+            Refused: The template has no place for tools.
+            Exception: The template does not take the messages.
+        """
+        messages = body["messages"]
+        if tools is not None:
+            self._check_tools()
+        elif any(message.get("tool_calls") for message in messages) and not self._takes_tools:
+            raise Refused(
+                "`messages` must have no `tool_calls`, since the model's chat template has no place for tools.",
+                param="messages",
+            )
+        text = self._tokenizer.apply_chat_template(
+            for_template(messages),
+            tools=None if tools is None else tools.given,
+            add_generation_prompt=True,
+            tokenize=False,
+            **(body.get("chat_template_kwargs") or {}),
+        )
+        return str(text)
+
+    def tokens_of(self, body: Mapping[str, Any], tools: Tools | None) -> list[int]:
+        """The prompt of a chat."""
+        return list(self._tokenizer(self.text_of(body, tools), add_special_tokens=False)["input_ids"])
+
+    def reader(self, prompt: list[int], tools: Tools | None) -> Reader | None:
+        """What reads an answer; `None` if it is plain text. Without tools, what looks like a call stays text."""
+        own = get_response_template(self._tokenizer, self._model)
+        template: dict[str, Any] = {"start_anchor_pattern": r"\A", "fields": {"content": self._content()}}
+        if own is not None:
+            fields = {name: field for name, field in own["fields"].items() if name != CALLS}
+            template = {**own, "fields": fields}
+        if tools is not None:
+            template["fields"] = {CALLS: self._calls_field(), **template["fields"]}
+        if own is None and tools is None:
+            return None
+        return Reader(template, "" if own is None else self._tokenizer.decode(prompt), tools)
+
+    def grammar(self, asked: Parameters, reader: Reader | None) -> str | None:
+        """What an answer must match, compiled; `None` for nothing. Takes its time.
+
+        Args:
+            asked: Checked.
+            reader: Of the answer.
+
+        Raises:
+            Refused: It cannot be compiled, or llguidance is missing.
+        """
+        tools, given = asked.tools, asked.structure_name
+        if tools is not None and tools.must_call:
+            given = "tool_choice"
+        elif tools is not None and tools.is_strict:
+            given = "tools"
+        if given is None:
+            return None
+        try:
+            check_installed()
+            end = None if reader is None or reader.thoughts_end is None else self._grammars.spelled(reader.thoughts_end)
+            if given in asked.structure:
+                found = grammar_of(asked.structure.get("response_format"), asked.structure.get("structured_outputs"))
+                grammars = [found or {}]
+            else:
+                assert tools is not None
+                grammars = self._grammars_of(tools, given)
+            grammar = written(*grammars, thoughts_end=end)
+            self._grammars.compile(grammar)
+        except BadGrammar as error:
+            message = f"`{given}` must be a grammar that can be compiled, got one that cannot: {error}."
+            raise Refused(message, param=given) from error
+        except Unavailable as error:
+            raise Refused(f"`{given}` {error}.", param=given) from error
+        return grammar
+
+    @functools.cached_property
+    def _template(self) -> str:
+        """The chat template for tools."""
+        return str(self._tokenizer.get_chat_template(tools=[_PROBE]))
+
+    @functools.cached_property
+    def _format(self) -> ToolFormat | None:
+        return format_of(self._template)
+
+    @functools.cached_property
+    def _takes_tools(self) -> bool:
+        """Whether the chat template writes tools into the prompt."""
+        from jinja2 import TemplateError  # optional, and transformers says so if it is missing
+
+        try:
+            prompts = [
+                self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": "Hello"}], tools=tools, tokenize=False, add_generation_prompt=True
+                )
+                for tools in (None, [_PROBE])
+            ]
+        except (TemplateError, ValueError):  # it takes no such chat, or there is none
+            return False
+        return bool(prompts[0] != prompts[1])
+
+    def _check_tools(self) -> None:
+        if not self._takes_tools:
+            message = "`tools` must be left out, since the model's chat template has no place for them."
+            raise Refused(message, param="tools")
+        self._calls_field()
+
+    def _calls_field(self) -> Mapping[str, Any]:
+        """How calls are read: as the tokenizer says, else as the chat template shows, else by the model's type."""
+        own: Any = getattr(self._tokenizer, "response_template", None) or {}
+        of_type: Any = get_response_template(self._tokenizer, self._model) or {}
+        shown = None if self._format is None else self._format.field
+        field = own.get("fields", {}).get(CALLS) or shown or of_type.get("fields", {}).get(CALLS)
+        if field is None:
+            message = (
+                "`tools` must be left out, since the model's chat template asks for calls in a form that is not known."
+            )
+            raise Refused(message, param="tools")
+        found: Mapping[str, Any] = field
+        return found
+
+    def _content(self) -> dict[str, Any]:
+        """The text of an answer, without the token that ends it."""
+        ends = [self._tokenizer.decode([token]) for token in self._grammars.end_tokens]
+        return {"content": "text", **({"close": ends} if ends else {})}
+
+    def _grammars_of(self, tools: Tools, given: str) -> list[dict[str, Any]]:
+        """Of an answer that calls, or that calls or says something."""
+        if self._format is None or self._format.calls is None:
+            raise Unavailable("needs a grammar of the model's calls, and for those of this model there is none")
+        calls = tools.grammars(self._format, self._grammars.spelled)
+        if tools.must_call:
+            return calls
+        begin = self._format.begin and self._grammars.spelled(self._format.begin)
+        if not begin or not begin.startswith("<["):
+            raise Unavailable(
+                "needs a token with which calls begin if a function is `strict` and none has to be called, and the "
+                "model has none. Leave `strict` out"
+            )
+        thoughts = self._thoughts()
+        text = f"start: {thoughts}TEXT | {thoughts}TEXT? @calls\nTEXT: /(.|\\n)+/"
+        return [{"lark_grammar": text}, {**calls[0], "name": "calls"}, *calls[1:]]
+
+    def _thoughts(self) -> str:
+        """The Lark of thoughts that the model may begin with by itself."""
+        own: Any = get_response_template(self._tokenizer, self._model) or {}
+        for name in _REASONING_FIELDS:
+            field = own.get("fields", {}).get(name, {})
+            ends = [field.get(each) for each in ("open", "close")]
+            if all(isinstance(each, str) for each in ends):
+                first, last = map(self._grammars.spelled, ends)
+                return f"({first} /(.|\\n)*/ {last})? "
+        return ""
