@@ -26,7 +26,6 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 # Templates of Mistral's models take no other ids.
 _ID_LENGTH, _ID_ALPHABET = 9, string.ascii_letters + string.digits
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_CALL = {"type": "function", "function": "{content}"}
 
 
 @dataclasses.dataclass(frozen=True)
