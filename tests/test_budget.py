@@ -157,7 +157,7 @@ def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.
         def reads_codes(self, formats: Any) -> bool:
             return True
 
-        def kld(self, index: int, formats: LayerFormats) -> divergence.Estimate:
+        def kld(self, index: int, formats: LayerFormats, is_enough: Any) -> divergence.Estimate:
             return self.cost(divergence.alone(index, formats)).kld
 
         def cost(self, config: KVQuantConfig) -> divergence.Cost:

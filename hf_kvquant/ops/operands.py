@@ -57,7 +57,7 @@ class Operands:
         self._serves_chunk = torch_ops.serves_chunk.default if serves and codes.device.type == "cuda" else None
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
         # Only CPUs have a kernel for latents.
-        self.serves_latent = codes.device.type == "cpu" and kernels.has_kernels("cpu") and layout.key.block_size is None
+        self.serves_latent = codes.device.type == "cpu" and layout.key.block_size is None
 
     def append(
         self,

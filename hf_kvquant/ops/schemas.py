@@ -249,6 +249,7 @@ def _attend_chunk(*args: Any) -> tuple[Tensor, Tensor]:
 def _attend_latent(*args: Any) -> tuple[Tensor, Tensor]:
     arguments = _latent_arguments(args)
     cache = _checked("attend_latent", arguments)
+    warn_reference(cache.planes[0].codes.device, *cache.head_dims)
     if cache.layout.key.block_size is not None:
         raise ValueError(
             "attend_latent: `layout` must have no scales for channels of latents, got granularity channel. Use groups."
