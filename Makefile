@@ -72,7 +72,7 @@ SANITIZED := build/sanitized/lib
 SANITIZED_OPS := (cpu- or op_arguments) and not (compile or two_gigabytes or codes_are_those_of_the_reference or \
     equal_calls or opcheck)
 SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py windows.py blocks.py op_arguments.py \
-    extreme_values.py fuzz_ops.py) \
+    extreme_values.py fuzz_ops.py latent_ops.py) \
     -k "($(SANITIZED_OPS) and not extreme_values) or (extreme_values and sanitize) or fuzz_ops"
 # Python and torch are not instrumented, so libasan is preloaded; libstdc++ too, so that libasan sees exceptions thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
