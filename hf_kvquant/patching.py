@@ -24,7 +24,15 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from .attention import latent
 from .attention import unregistered as own_attention
-from .attention.registry import implementation_name, is_ours, is_upstream, joins_masks, not_upstream, set_attention
+from .attention.registry import (
+    implementation_name,
+    is_ours,
+    is_upstream,
+    joins_masks,
+    not_upstream,
+    previous_of,
+    set_attention,
+)
 from .batching import hook as batching
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig, register_preflight
@@ -229,6 +237,8 @@ def disable() -> None:
         for model in noted_models():
             if patch_of(model) is None:
                 notes_on(model).drop_buffers()
+                if isinstance(model, PreTrainedModel) and is_ours(text_config_of(model)._attn_implementation):
+                    _unroute_attention(model, _previous_attention(model))
 
 
 _original_hook: Callable[..., Any] = getattr(GenerationMixin, HOOK)
@@ -296,7 +306,8 @@ def _previous_attention(model: PreTrainedModel) -> str:
     if patch_of(model) is None and not is_ours(name):
         return name
     known = (patch_of(each) for each in (model, *stand_ins(model).values()))
-    return next((patch.previous_attention for patch in known if patch is not None), name)
+    found = next((patch.previous_attention for patch in known if patch is not None), name)
+    return previous_of(found) if is_ours(found) else found  # a call under `enable` has left ours
 
 
 def _unroute_attention(model: PreTrainedModel, previous: str) -> None:

@@ -280,9 +280,16 @@ def test_patch_after_enable_restores_what_was_before_both() -> None:
     hf_kvquant.enable()
     try:
         greedy(model, left_padded(), **FLAG)
+        assert model.config._attn_implementation == "hf_kvquant"
+        # Patched while it is in force, too.
+        assert hf_kvquant.report(patch(model, "int4-token")).is_served
+        assert unpatch(model).config._attn_implementation == "sdpa"
+        greedy(model, left_padded(), **FLAG)
     finally:
         hf_kvquant.disable()
+    assert model.config._attn_implementation == "sdpa"
     patch(model, "int4-token")
+    assert hf_kvquant.report(model).is_served
     assert not cache_of(greedy(model, left_padded())).storages[0].tally.fallbacks
     unpatch(model)
     output = greedy(model, left_padded())

@@ -198,8 +198,33 @@ def test_one_call_where_only_one_is_wanted(name: str) -> None:
 @pytest.mark.parametrize("body", ["\n{oops\n", "[1]", '{"name": 5}', '{"name": "f", "arguments": "x"}', "{"])
 def test_what_is_no_call_stays_text(body: str) -> None:
     message, _ = read("Hermes", f"a<tool_call>{body}</tool_call>b", tools_of(WEATHER))
-    assert "tool_calls" not in message and body in message["content"]
-    assert message["content"].startswith("a") and message["content"].endswith("b")
+    assert "tool_calls" not in message and message["content"] == f"a<tool_call>{body}</tool_call>b"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Hermes", "hi <tool_call>\n{"),
+        ("Hermes", "hi <tool_call>"),
+        ("Hermes", "<tool_call>x~"),
+        ("Hermes", "<tool_call>x</tool_call> and <tool_call>y</tool_call>~"),
+        ("Mistral", "a [TOOL_CALLS][{"),
+        ("Mistral with names", "[TOOL_CALLS]get_weather[ARGS]{oops"),
+        ("Llama 3", '{"name": "get_wea~'),
+    ],
+)
+def test_an_answer_that_ends_within_a_call_stays_as_it_was_written(name: str, text: str, size: int) -> None:
+    message, _ = read(name, text, tools_of(WEATHER), size)
+    assert "tool_calls" not in message and message["content"] == text.removesuffix("~").strip()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_text_behind_a_call_stays_as_it_was_written(size: int) -> None:
+    text = f"Wait.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{{"
+    message, _ = read("Hermes", text + "~", tools_of(WEATHER), size)
+    assert len(message["tool_calls"]) == 1
+    assert message["content"] == "Wait.\n<tool_call>\n{"
 
 
 def test_an_answer_ends_with_its_only_call(folder: str) -> None:

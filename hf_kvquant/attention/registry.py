@@ -76,6 +76,13 @@ def is_ours(name: str | None) -> bool:
     return name is not None and (name == NAME or name.startswith(f"{NAME}-"))
 
 
+def previous_of(name: str) -> str:
+    """The implementation that one of ours goes over, such as `"sdpa"` for `"hf_kvquant"`."""
+    function: Any = ALL_ATTENTION_FUNCTIONS[name]
+    previous: str = function.keywords["prev"]
+    return previous
+
+
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention implementation of the text model only."""
     text_config = decoder_part(model.config)

@@ -6,6 +6,7 @@ region ends; what was meant as a call and is none stays text here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class Reader:
         self._fields = template["fields"]
         self._parser = ResponseParser(dict(template), prefix=prefix, tools=given)
         self._is_parallel = tools is None or tools.is_parallel
+        self._written, self._at = "", 0  # the whole answer, and the end of what has been read of it
         self._body = ""  # of the call that is being written
         self.num_calls = 0
         opened = None
@@ -51,6 +53,7 @@ class Reader:
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """What is new in an answer that goes on with a text."""
+        self._written += text
         return self._said(self._parser.feed(text))
 
     def finish(self) -> list[str | ToolCall]:
@@ -68,7 +71,11 @@ class Reader:
                 break
             if field == CALLS:
                 found += self._called(kind, event)
-            elif kind == "region_chunk" and not event["dirty"] and event["text"]:
+                continue
+            if kind == "region_chunk" and event["text"]:
+                self._at = max(self._at, self._written.find(event["text"], self._at) + len(event["text"]))
+                if event["dirty"]:
+                    continue
                 if field in _REASONING_FIELDS:
                     found.append(ReasoningText(event["text"]))
                 elif field == "content":
@@ -81,12 +88,31 @@ class Reader:
         elif kind == "region_chunk":
             self._body += event["text"]
         else:
-            calls = calls_of(event["value"], self.num_calls)
+            calls, text = calls_of(event["value"], self.num_calls), self._text_of_call()
             if calls is None:
-                around = [self._fields[CALLS].get(name, "") for name in ("open", "close")]
-                opening, closing = (each if isinstance(each, str) else "" for each in around)
-                return [f"{opening}{self._body}{closing}"]
+                return [text] if text else []
             calls = calls if self._is_parallel else calls[:1]
             self.num_calls += len(calls)
             return [*calls]
         return []
+
+    def _text_of_call(self) -> str:
+        """The call that has just ended as it was written, what opens and closes it included. Moves past it.
+
+        The parser tells the text between only. What ends an answer is no part of it.
+        """
+        opening = _pattern(self._fields[CALLS], "open").search(self._written, self._at)
+        begin = self._at if opening is None else opening.start()
+        end = self._written.find(self._body, begin if opening is None else opening.end()) + len(self._body)
+        closing = _pattern(self._fields[CALLS], "close").match(self._written, end)
+        self._at = end if closing is None else closing.end()
+        text = self._written[begin : self._at]
+        over = _pattern(self._fields.get("content", {}), "close").search(text)
+        return text if over is None else text[: over.start()]
+
+
+def _pattern(field: Mapping[str, Any], name: str) -> re.Pattern[str]:
+    """What opens or closes the regions of a field of transformers' description. Nothing matches if it says nothing."""
+    given = field.get(name) or []
+    texts = [given] if isinstance(given, str) else given
+    return re.compile(field.get(f"{name}_pattern") or "|".join(map(re.escape, texts)) or r"(?!)")
