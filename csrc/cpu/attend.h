@@ -235,6 +235,7 @@ DecodeParams rope_params(const DecodeParams& params) {
   return rope;
 }
 
+// Rope parts of a task: multiplied by their part of the query rows, in scratch memory of their own.
 struct Rope {
   const DecodeParams params;
   Work work;
@@ -248,8 +249,6 @@ struct Rope {
         keys{params.key_side, find_kernel(kKeyKernels, params.key_side, task.num_rows, params.query.dtype), work.query},
         dense_keys{tail, find_kernel(kKeyKernels, tail, task.num_rows, params.query.dtype), work.dense_query} {}
 
-  void load(const Row& row, int r) { load_query(work, row, r); }
-
   // Adds to the scores of latents, which are multiplied by `factors` later.
   void add_scores(const Run& run, int slot, int begin, int from_run, int count, const float* factors, float* scores) {
     work.slot = slot;
@@ -259,7 +258,7 @@ struct Rope {
       const float ratio = factors[r] == work.factors[r] ? 1.0f : work.factors[r] / factors[r];
       for (int t = 0; t < kTile; t += kWidth) {
         const int at = r * kTile + t;
-        store(scores + at, fma(KVQ_ISA::load(work.scores + at), broadcast(ratio), KVQ_ISA::load(scores + at)));
+        store(scores + at, fma(load(work.scores + at), broadcast(ratio), load(scores + at)));
       }
     }
   }
@@ -299,7 +298,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   for (int r = 0; r < round_up(task.num_rows, 4); ++r) {  // kernels may compute rows that are not there
     rows[r] = dense_rows[r] = r < task.num_rows ? make_row(params, task, r) : rows[r - 1];
     if (!task.has_queries && r < task.num_rows) load_query(work, rows[r], r);
-    if (rope.has_value() && !task.has_queries && r < task.num_rows) rope->load(rows[r], r);
+    if (rope.has_value() && !task.has_queries && r < task.num_rows) load_query(rope->work, rows[r], r);
   }
   if (!has_blocks && !task.has_queries && keys.kernel->prepare != nullptr) keys.kernel->prepare(work, keys);
   if (rope.has_value() && !task.has_queries && rope->keys.kernel->prepare != nullptr) {

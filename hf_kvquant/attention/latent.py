@@ -46,11 +46,10 @@ def keeps_latent(module: nn.Module) -> bool:
 def _pass_handles(module: Any, is_ours: Callable[[str | None], bool], latent: Any, rope: Any) -> tuple[Any, Any]:
     if isinstance(latent, KVHandle) and is_ours(module.config._attn_implementation):
         return latent, rope
-    expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, latent, rope)
-    return expanded
+    return expand(module, latent, rope)
 
 
-def expand(module: Any, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+def expand(module: Any, latent: Any, rope: Any) -> tuple[Tensor, Tensor]:
     """Keys `[batch, num_q_heads, tokens, head_dim]` and values of all heads, as the module's class makes them."""
     expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, latent, rope)
     return expanded

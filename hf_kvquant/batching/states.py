@@ -23,7 +23,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, CachePool
 
-from ..spec.pages import PART_ALIGNMENT
+from ..spec.pages import PART_ALIGNMENT, Part
 from .batch import Group
 
 # The key of the allocator among those of a cache, which are named after types of layers.
@@ -32,7 +32,7 @@ _CHUNK = 64  # tokens that PyTorch versions of linear attention compute at once
 
 
 @dataclasses.dataclass(frozen=True)
-class StatePart:
+class StatePart(Part):
     """One state of one layer.
 
     Attributes:
@@ -48,11 +48,6 @@ class StatePart:
     begin: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        """Bytes of the slot up to its end, without padding."""
-        return self.begin + torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,8 +32,21 @@ _OF_TOKENS = ((0, "codes"), (1, "codes"), (0, "scale"), (0, "zero"), (1, "scale"
 _TAILS = ((0, "tail"), (1, "tail"))
 
 
+class Part:
+    """Numbers that lie somewhere in bytes. Subclasses have the attributes as fields."""
+
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Bytes up to its end, without padding."""
+        return self.begin + torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
 @dataclasses.dataclass(frozen=True)
-class PagePart:
+class PagePart(Part):
     """One plane in a page.
 
     Attributes:
@@ -49,11 +62,6 @@ class PagePart:
     begin: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        """Bytes of the page up to its end, without padding."""
-        return self.begin + torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
