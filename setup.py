@@ -85,7 +85,7 @@ NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # Only these sources have separate code for 8.9, which has instructions to convert fp8 (`__CUDA_ARCH__ >= 890`). The
 # others have the same PTX for all of 8.x, and ptxas makes the same bytes for 8.6 and 8.9, so GPUs of 8.9 run those for
 # 8.6.
-FP8_SOURCES = ("append", "attend_fp8")
+FP8_SOURCES = ("append", "attend_fp8", "attend_latent_fp8")
 # These use instructions that only 9.0 has, under the name of 9.0a. For other GPUs they are empty.
 HOPPER_SOURCES = ("attend_chunk",)
 

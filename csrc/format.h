@@ -24,6 +24,7 @@ constexpr int kTailAlignment = 32;   // rows of a tail for newest tokens, with h
 constexpr int kTailColumns = 2;      // of a page table, before its pages; see reference.TailPages
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
 constexpr int kMaxCudaHeadDim = 256;  // above it, ops/kernels.py chooses the reference
+constexpr int kMaxCudaAppended = 512;  // channels of rows that kernels append, those of latents
 constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3, int3 = 4, int2 = 5 };

@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "cuda/cuda.h"
+#include "cuda/latent/latent.h"
 #endif
 
 // The op namespace, the same as in hf_kvquant/_ops.py, and the name of the Python module. Builds for the kernels hub
@@ -63,12 +64,13 @@ Tensor empty_beside(const Tensor& other, std::initializer_list<int64_t> shape) {
 struct CpuDevice {
   explicit CpuDevice(const Tensor&) {}
 
-  void check(const char* where, const CacheParams& params) const { check_numbers(where, params); }
+  void check(const char* where, const CacheParams& params, int = 0) const { check_numbers(where, params); }
   void append(const AppendParams& params) const { cpu::append(params); }
   void decode(const DecodeParams& params, const AppendParams* new_tokens) const {
     if (new_tokens != nullptr) cpu::append(*new_tokens);
     cpu::decode(params);
   }
+  void attend_latent(const DecodeParams& params) const { cpu::decode(params); }
 };
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
@@ -78,9 +80,9 @@ struct CudaDevice {
   explicit CudaDevice(const Tensor& tensor)
       : tensor(tensor), guard(tensor.get_device_index()), stream(cuda::current_stream(tensor.get_device_index())) {}
 
-  void check(const char* where, const CacheParams& params) const {
-    cuda::check_support(where, params.key_side);
-    cuda::check_support(where, params.value_side);
+  void check(const char* where, const CacheParams& params, int max_head_dim = kMaxCudaHeadDim) const {
+    cuda::check_support(where, params.key_side, max_head_dim);
+    cuda::check_support(where, params.value_side, max_head_dim);
   }
   void append(const AppendParams& params) const { cuda::append(params, stream); }
   void decode(DecodeParams params, const AppendParams* new_tokens) const {
@@ -95,12 +97,26 @@ struct CudaDevice {
     const Tensor workspace = empty_beside(tensor, aoti_torch_dtype_float32(), {plan.workspace_floats});
     cuda::decode(params, new_tokens, plan, static_cast<float*>(workspace.data_ptr()), stream);
   }
+  void attend_latent(const DecodeParams& params) const {
+    const cuda::LatentPlan plan = cuda::plan_latent(params);
+    const Tensor workspace = empty_beside(tensor, aoti_torch_dtype_float32(), {plan.workspace_floats});
+    cuda::attend_latent(params, plan, static_cast<float*>(workspace.data_ptr()), stream);
+  }
 
   const Tensor& tensor;
   torch::stable::accelerator::DeviceGuard guard;
   void* stream;
 };
 #endif
+
+// Allocates what attention returns.
+std::tuple<Tensor, Tensor> allocate_results(const Tensor& query, DecodeParams& params) {
+  Tensor out = empty_beside(query, {params.batch, params.q_len, params.num_q_heads, values_of(params).head_dim});
+  Tensor lse = empty_beside(query, aoti_torch_dtype_float32(), {params.batch, params.num_q_heads, params.q_len});
+  params.out = out.data_ptr();
+  params.lse = static_cast<float*>(lse.data_ptr());
+  return {out, lse};
+}
 
 template <class Device>
 void append(const Tensor& key, const Tensor& value, const std::vector<Tensor>& key_planes,
@@ -113,7 +129,7 @@ void append(const Tensor& key, const Tensor& value, const std::vector<Tensor>& k
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
   const AppendParams params = append_params(args, cache, key_rows, value_rows, nullptr);
   const Device device(key_planes[0]);
-  device.check("append", params);
+  device.check("append", params, kMaxCudaAppended);
   if (params.batch > 0 && params.q_len > 0) device.append(params);
 }
 
@@ -143,13 +159,9 @@ std::tuple<Tensor, Tensor> decode(
   const Device device(key_planes[0]);
   device.check("decode", new_tokens);
 
-  const int value_dim = params.value_side.head_dim;
-  Tensor out = empty_beside(query, {params.batch, params.q_len, params.num_q_heads, value_dim});
-  Tensor lse = empty_beside(query, aoti_torch_dtype_float32(), {params.batch, params.num_q_heads, params.q_len});
-  params.out = out.data_ptr();
-  params.lse = static_cast<float*>(lse.data_ptr());
+  std::tuple<Tensor, Tensor> results = allocate_results(query, params);
   if (params.batch > 0 && params.q_len > 0) device.decode(params, key.has_value() ? &new_tokens : nullptr);
-  return {out, lse};
+  return results;
 }
 
 // Attention to latents, which are keys and values of all heads, and rope parts. See DecodeParams::is_latent.
@@ -166,13 +178,10 @@ std::tuple<Tensor, Tensor> attend_latent(const Tensor& query, const std::vector<
   DecodeParams params = decode_params(args, cache_params(args), query_rows, std::nullopt, std::nullopt, std::nullopt,
                                       softmax_scale, 0, 0, num_splits, std::nullopt, /*is_latent=*/true);
   const Device device(key_planes[0]);
-  device.check("attend_latent", params);
-  Tensor out = empty_beside(query, {params.batch, params.q_len, params.num_q_heads, values_of(params).head_dim});
-  Tensor lse = empty_beside(query, aoti_torch_dtype_float32(), {params.batch, params.num_q_heads, params.q_len});
-  params.out = out.data_ptr();
-  params.lse = static_cast<float*>(lse.data_ptr());
-  if (params.batch > 0 && params.q_len > 0) device.decode(params, nullptr);
-  return {out, lse};
+  device.check("attend_latent", params, kMaxCudaAppended);
+  std::tuple<Tensor, Tensor> results = allocate_results(query, params);
+  if (params.batch > 0 && params.q_len > 0) device.attend_latent(params);
+  return results;
 }
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
@@ -210,12 +219,8 @@ std::tuple<Tensor, Tensor> attend_chunk(
   DecodeParams& params = chunk.params;
   const CudaDevice device(key_planes[0]);
   device.check("attend_chunk", params);
-  const int value_dim = params.value_side.head_dim;
-  Tensor out = empty_beside(query, {params.batch, params.q_len, params.num_q_heads, value_dim});
-  Tensor lse = empty_beside(query, aoti_torch_dtype_float32(), {params.batch, params.num_q_heads, params.q_len});
-  params.out = out.data_ptr();
-  params.lse = static_cast<float*>(lse.data_ptr());
-  if (params.batch == 0 || params.q_len == 0) return {out, lse};
+  std::tuple<Tensor, Tensor> results = allocate_results(query, params);
+  if (params.batch == 0 || params.q_len == 0) return results;
   const cuda::DecodePlan plan = cuda::plan_chunk(params, chunk.new_tokens);
   if (plan.kernel.function == nullptr) {
     throw std::invalid_argument("attend_chunk: `query` must be of a chunk that the kernel serves, got another one. "
@@ -223,7 +228,7 @@ std::tuple<Tensor, Tensor> attend_chunk(
   }
   const Tensor workspace = empty_beside(query, aoti_torch_dtype_float32(), {plan.workspace_floats});
   cuda::decode(params, &chunk.new_tokens, plan, static_cast<float*>(workspace.data_ptr()), device.stream);
-  return {out, lse};
+  return results;
 }
 
 // Whether attend_chunk has a kernel for a chunk.
@@ -371,6 +376,7 @@ KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("silu_mul", TORCH_BOX(&hf_kvquant::silu_mul));
   library.impl("packed_linear", TORCH_BOX(&hf_kvquant::packed_linear));
   library.impl("prefetch", TORCH_BOX(&hf_kvquant::prefetch));
+  library.impl("attend_latent", TORCH_BOX(&hf_kvquant::attend_latent<hf_kvquant::CudaDevice>));
   library.impl("split_plan", TORCH_BOX(&hf_kvquant::split_plan));
 }
 #endif

@@ -22,7 +22,11 @@ from hf_kvquant.spec.planes import Planes
 NONE, INT8, FP8 = KVFormat("none"), KVFormat("int8"), KVFormat("fp8")
 INT4, GROUPED = KVFormat("int4", symmetric=False), KVFormat("int4", "group", 32, symmetric=False)
 FORMATS = [(NONE, NONE), (INT8, INT8), (FP8, FP8), (INT4, INT8), (GROUPED, INT8)]
+INT4_OF_128 = KVFormat("int4", "group", 128, symmetric=False)
+# What the CUDA kernels serve, of 256 or 512 channels; all else runs the reference.
+ON_GPUS = [(INT8, INT8), (FP8, FP8), (INT4_OF_128, INT8)]
 ROTATED = KeyTransform(is_rotated=True)
+on_gpus = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def latent_case(formats: tuple[KVFormat, KVFormat], rank: int = 96, rope: int = 24, **options: Any) -> Case:
@@ -116,6 +120,92 @@ def test_dense_tokens(engine: str, windows: tuple[int, int], formats: tuple[KVFo
         run_latent(engine, case, transform=ROTATED)
 
 
+@on_gpus
+@pytest.mark.parametrize("formats", ON_GPUS, ids=name_of)
+@pytest.mark.parametrize("transform", [None, ROTATED], ids=["plain", "rotated"])
+@pytest.mark.parametrize(
+    ("num_heads", "q_len"), [(1, 1), (16, 1), (20, 1), (20, 2), (32, 1), (40, 1), (64, 1), (128, 1), (16, 5), (5, 70)]
+)
+def test_the_gpu_kernel(
+    formats: tuple[KVFormat, KVFormat], transform: KeyTransform | None, num_heads: int, q_len: int
+) -> None:
+    for (rank, rope), dtype, windows in zip(
+        ((512, 64), (256, 32), (512, 16), (256, 64)),
+        itertools.cycle((torch.bfloat16, torch.float16)),
+        itertools.cycle(((4, 28), (0, 0))),
+        strict=False,
+    ):
+        case = latent_case(
+            formats,
+            rank,
+            rope,
+            dtype=dtype,
+            num_q_per_kv=num_heads,
+            q_len=q_len,
+            lengths=(1000, q_len, 257, 640),
+            starts=(0, 0, 100, 500) if num_heads % 8 == 0 else None,
+            capacity=1024,
+            sink_length=windows[0],
+            residual_length=windows[1],
+        )
+        for num_splits in (0, 1, 5):
+            run_latent("cuda", case, transform=transform, num_splits=num_splits)
+
+
+@on_gpus
+def test_gpu_kernels_serve() -> None:
+    """What is meant to run a kernel does so: the reference would pass every other test."""
+    for (rank, rope), formats in itertools.product(((512, 64), (256, 32)), ON_GPUS):
+        case = latent_case(formats, rank, rope, num_q_per_kv=4)
+        planes = [clone(filled(case, side), "cuda") for side in range(2)]
+        operands = ops.Operands(*planes, case.layout)
+        assert operands.serves_latent(torch.bfloat16) and not operands.serves_latent(torch.float32)
+        with pytest.raises(REFUSED, match="attend_latent: the cache must be int8, fp8 or int4 latents"):
+            torch_ops.attend_latent.default(
+                given(case, rank + rope).cuda(),
+                *(side.tensors() for side in planes),
+                case.lengths_tensor().cuda(),
+                None,
+                0.1,
+                0,
+                False,
+                case.layout.packed,
+                None,
+            )
+
+
+@on_gpus
+@pytest.mark.parametrize("formats", [*ON_GPUS, (GROUPED, INT8), (NONE, NONE)], ids=name_of)
+def test_rows_of_512_channels_are_appended_like_the_reference(formats: tuple[KVFormat, KVFormat]) -> None:
+    for dtype, q_len, windows in itertools.product(
+        (torch.float32, torch.bfloat16), (1, 3, 40), ((0, 0), (4, 28)) if formats[0].is_quantized else ((0, 0),)
+    ):
+        case = latent_case(
+            formats,
+            512,
+            64,
+            dtype=dtype,
+            q_len=q_len,
+            lengths=(100, q_len, 128),
+            starts=(3, 0, 70),
+            sink_length=windows[0],
+            residual_length=windows[1],
+        )
+        new = [torch.randn(3, 1, q_len, dim).to(dtype) for dim in (512, 64)]
+        new[0][0, :, 0, 5] = torch.nan
+        held = case.lengths_tensor(), case.starts_tensor()
+        transform = ROTATED if formats[0].is_quantized else None
+        expected = [filled(case, side) for side in range(2)]
+        made = [clone(side, "cuda") for side in expected]
+        operands = ops.Operands(*made, case.layout, transform)
+        operands._append = torch_ops.append.default
+        operands.append(*(x.cuda() for x in new), *(None if x is None else x.cuda() for x in held))
+        ops.Operands(*expected, case.layout, transform).append(*new, *held)
+        for found, wanted in zip(made, expected, strict=True):
+            for x, y in zip(found.tensors(), wanted.tensors(), strict=True):
+                assert_same(x.cpu(), y, f"{case}")
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 7])
 def test_splits(engine: str, num_splits: int) -> None:
     case = latent_case((INT8, INT8), num_q_per_kv=20, lengths=(512, 1, 300), capacity=512)
@@ -199,14 +289,19 @@ def test_a_later_nan_is_hidden_from_earlier_queries(engine: str) -> None:
 
 
 def test_results_do_not_depend_on_the_batch(engine: str) -> None:
-    case = latent_case((INT4, INT8), num_q_per_kv=20, lengths=(128, 64, 77))
+    """On GPUs, with a fixed number of splits, and where a kernel serves."""
+    sizes: dict[str, Any] = {"num_q_per_kv": 20}
+    if engine == "cuda":
+        sizes |= {"rank": 512, "rope": 64, "dtype": torch.bfloat16}
+    formats = (INT4_OF_128 if engine == "cuda" else INT4), INT8
+    case = latent_case(formats, lengths=(128, 64, 77), **sizes)
     rank, rope = case.head_dims()
     planes, query = (filled(case, 0, None, ROTATED), filled(case, 1)), given(case, rank + rope)
-    together, _ = run_latent(engine, case, planes, query, ROTATED)
+    together, _ = run_latent(engine, case, planes, query, ROTATED, num_splits=2)
     for b, length in enumerate(case.lengths):
-        alone = latent_case((INT4, INT8), num_q_per_kv=20, lengths=(length,))
+        alone = latent_case(formats, lengths=(length,), **sizes)
         one = tuple(side.map(lambda plane, b=b: plane[b : b + 1].clone()) for side in planes)  # type: ignore[misc]
-        out, _ = run_latent(engine, alone, one, query[b : b + 1], ROTATED)
+        out, _ = run_latent(engine, alone, one, query[b : b + 1], ROTATED, num_splits=2)
         assert_same(out, together[b : b + 1], f"sequence {b}")
 
 

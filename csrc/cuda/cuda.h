@@ -169,7 +169,7 @@ void split_plan(const int32_t* lengths, const int32_t* starts, int batch, int nu
 void* current_stream(int device_index);
 
 // Throws std::invalid_argument for head dims and alignments without a kernel.
-void check_support(const char* where, const Side& side);
+void check_support(const char* where, const Side& side, int max_head_dim);
 
 // The plan of a chunk, whose tokens must be `new_tokens`. Its `kernel.function` is nullptr where no kernel serves.
 DecodePlan plan_chunk(const DecodeParams& params, const AppendParams& new_tokens);
@@ -182,6 +182,11 @@ void append(const AppendParams& params, void* stream);
 // Appends, unless they are a chunk, and attends as planned. `params.counters` must be plan.num_counters zeros; they are zeros again afterwards.
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream);
+
+// Attention over latents: see latent/latent.h. `plan_latent` throws std::invalid_argument where no kernel serves.
+struct LatentPlan;
+LatentPlan plan_latent(const DecodeParams& params);
+void attend_latent(const DecodeParams& params, const LatentPlan& plan, float* workspace, void* stream);
 
 void dequantize(const DequantizeParams& params, void* stream);
 

@@ -109,7 +109,7 @@ def attend_latent(
     # Not `@`, which would copy the weights for each sequence of a batch.
     of_latent = torch.einsum("bhqn,hnr->bhqr", query[..., :n], weight[:, :n])
     absorbed = torch.cat((of_latent, query[..., n:]), dim=-1)
-    if is_causal and storage.serves_latent and q_len <= storage.largest_step(0):
+    if is_causal and storage.serves_latent(query.dtype) and q_len <= storage.largest_step(0):
         out = storage.attend_latent(absorbed, softmax_scale=scaling, starts=starts)
     else:
         out = _attend_dequantized(absorbed, storage, make_mask(), scaling)

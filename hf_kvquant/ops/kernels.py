@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 
 from ..spec.codes import STORAGE_IDS
-from ..spec.formats import BLOCK_SIZE, GRANULARITY_IDS, TOKEN_ALIGNMENT
-from ..spec.layout import LAYOUT_FIELDS, ROWS
+from ..spec.formats import BLOCK_SIZE, GRANULARITY_IDS, TOKEN_ALIGNMENT, KVFormat
+from ..spec.layout import LAYOUT_FIELDS, ROWS, KVLayout
 
 logger = logging.getLogger(__package__)
 
@@ -29,6 +29,11 @@ OPS_VERSION = 18
 NUM_COUNTERS = 4096
 # The CUDA kernels keep a row of a head in registers.
 MAX_CUDA_HEAD_DIM = 256
+# What the CUDA kernels for latents serve: channels; storage types of latents and of rope parts, with the channels that
+# share a scale (csrc/cuda/latent); and the shared memory that they need.
+_LATENT_RANKS = (256, 512)
+_LATENT_FORMATS = ((("int8", None), ("int8", None)), (("fp8", None), ("fp8", None)), (("int4", 128), ("int8", None)))
+_LATENT_SHARED_BYTES = 113 * 1024
 # No CUDA kernel reads these: codes that are in two bytes take more instructions than their bytes save.
 CPU_STORAGES = frozenset({"int3"})
 # The most tokens that a ring counts, so that sums of positions fit an int.
@@ -110,6 +115,32 @@ def has_kernel(device: torch.device, *head_dims: int) -> bool:
     if device.type != "cuda":
         return True
     return max(head_dims) <= MAX_CUDA_HEAD_DIM and _serves_gpu(0 if device.index is None else device.index)
+
+
+def serves_latent(device: torch.device, layout: KVLayout, rank: int, num_rope_channels: int) -> bool:
+    """Whether `attend_latent` has a kernel for latents of `rank` channels and their rope parts.
+
+    Kernels for GPUs append latents, too, of more than `MAX_CUDA_HEAD_DIM` channels.
+    """
+    if device.type != "cuda":
+        return device.type == "cpu" and layout.key.block_size is None
+    if rank not in _LATENT_RANKS or num_rope_channels > 64 or num_rope_channels % 16 or layout.is_ring:
+        return False
+    index = 0 if device.index is None else device.index
+    if not _serves_gpu(index) or _shared_memory(index) < _LATENT_SHARED_BYTES:
+        return False
+    latent, rope = (_scales_of(kv_format) for kv_format in layout.formats)
+    return (latent, rope) in _LATENT_FORMATS and layout.value.symmetric
+
+
+@torch.compiler.assume_constant_result
+def _shared_memory(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)
+
+
+def _scales_of(kv_format: KVFormat) -> tuple[str, int | None]:
+    """The storage type, and how many channels share a scale; `None`: all."""
+    return kv_format.storage, kv_format.group_size if kv_format.granularity != "tensor" else 0
 
 
 def check_storages(device: torch.device, *storages: str) -> None:

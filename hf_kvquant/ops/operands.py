@@ -44,20 +44,23 @@ class Operands:
         self._kinds = transform.center, transform.smoothing, transform.is_rotated, layout.packed
         codes = key_planes.codes
         kernels.check_storages(codes.device, layout.key.storage, layout.value.storage)
-        serves = kernels.has_kernel(
-            codes.device, layout.key.head_dim_of(codes), layout.value.head_dim_of(value_planes.codes)
-        )
+        head_dims = layout.key.head_dim_of(codes), layout.value.head_dim_of(value_planes.codes)
+        serves = kernels.has_kernel(codes.device, *head_dims)
+        self._serves_latent = kernels.serves_latent(codes.device, layout, *head_dims)
         # Whether the kernel for few query rows serves, which alone takes a split plan; others ignore it.
         is_mixed = layout.key.is_quantized != layout.value.is_quantized
         self.takes_split_plan = serves and codes.device.type == "cuda" and not is_mixed and not layout.is_ring
         # Overloads: looking up a name in every call would take 2 of 17 us on a CPU.
-        self._append = (torch_ops.append if serves else torch_ops.append_reference).default
+        appends = serves or self._serves_latent
+        self._append = (torch_ops.append if appends else torch_ops.append_reference).default
         self._dequantize = torch_ops.dequantize.default if serves and codes.device.type == "cuda" else None
         # Which chunks the op serves that attends to them in one kernel: it needs Hopper's tensor cores.
         self._serves_chunk = torch_ops.serves_chunk.default if serves and codes.device.type == "cuda" else None
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
-        # Only CPUs have a kernel for latents.
-        self.serves_latent = codes.device.type == "cpu" and layout.key.block_size is None
+
+    def serves_latent(self, dtype: torch.dtype) -> bool:
+        """Whether `attend_latent` runs a kernel for queries of this dtype. Those of GPUs take 16-bit queries."""
+        return self._serves_latent and (self._planes[0][0].device.type == "cpu" or dtype != torch.float32)
 
     def append(
         self,
@@ -259,7 +262,8 @@ class Operands:
         """
         _check_no_gradients(query)
         *_, is_rotated, layout = self._kinds
-        result: tuple[Tensor, Tensor] = torch_ops.attend_latent.default(
+        op = torch_ops.attend_latent if self.serves_latent(query.dtype) else torch_ops.attend_latent_reference
+        result: tuple[Tensor, Tensor] = op.default(
             query, *self._planes, lengths, starts, softmax_scale, num_splits, is_rotated, layout, page_table
         )
         return result

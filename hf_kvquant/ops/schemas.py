@@ -604,7 +604,7 @@ for _schema in (
 ):
     _library.define(_schema)
 # These are ops, not Python functions, so that the compiler sees a call instead of a data-dependent branch.
-for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
+for _schema in (APPEND_SCHEMA, DECODE_SCHEMA, ATTEND_LATENT_SCHEMA):
     _library.define(_schema.replace("(", "_reference(", 1), tags=torch.Tag.cudagraph_unsafe)
 for _name, _kernel, _fake in (
     ("append", _append, _append_fake),
@@ -614,6 +614,7 @@ for _name, _kernel, _fake in (
     ("attend_chunk", _attend_chunk, _attention_fake("attend_chunk")),
     ("serves_chunk", _serves_chunk, _serves_chunk),
     ("attend_latent", _attend_latent, _attend_latent_fake),
+    ("attend_latent_reference", _attend_latent, _attend_latent_fake),
     ("dequantize", _dequantize, _dequantize_fake),
     ("rms_norm", reference.rms_norm, _fake_like("rms_norm", "x")),
     ("add_rms_norm", reference.add_rms_norm, _fake_like("add_rms_norm", "x", "other")),

@@ -337,10 +337,9 @@ class LayerStore:
         note_read(self, query.shape[2], options.get("sliding_window", 0))
         return result
 
-    @property
-    def serves_latent(self) -> bool:
-        """Whether `attend_latent` is served by a kernel."""
-        return self.writer.serves_latent
+    def serves_latent(self, dtype: torch.dtype) -> bool:
+        """Whether `attend_latent` runs a kernel for queries of this dtype."""
+        return self.writer.serves_latent(dtype)
 
     def attend_latent(self, query: Tensor, *, softmax_scale: float, starts: Tensor | None = None) -> Tensor:
         """Write pending tokens and attend to everything stored, which are latents. See `ops.Operands.attend_latent`.

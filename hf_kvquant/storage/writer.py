@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import ops
@@ -74,10 +75,9 @@ class Writer:
             self.pending = None  # only now: a refused query must not lose tokens that `lengths` already counts
         return result
 
-    @property
-    def serves_latent(self) -> bool:
-        """Whether `attend_latent` is served by a kernel."""
-        return self._operands is not None and self._operands.serves_latent
+    def serves_latent(self, dtype: torch.dtype) -> bool:
+        """Whether `attend_latent` runs a kernel. See `ops.Operands.serves_latent`."""
+        return self._operands is not None and self._operands.serves_latent(dtype)
 
     def attend_latent(self, query: Tensor, lengths: Tensor, starts: Tensor | None, **options: Any) -> Tensor:
         """Write the pending tokens and attend to the latents stored. See `ops.Operands.attend_latent`."""

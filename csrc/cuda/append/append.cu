@@ -11,6 +11,8 @@
 // share a launch if one kernel serves both, keys first. Tokens without room are skipped. Of more new tokens than a ring
 // has rows, only the newest are written, so that no two are written to the same row.
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "../common/device.h"
@@ -385,12 +387,71 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_c
   if (update.length > update.old) copy_to_tail(jobs, job, update, b, head - b * jobs.num_kv_heads);
 }
 
+// --- rows of more than 256 channels, those of latents
+
+// The channels of this lane are a pair of chunks.
+template <Storage kStorage, bool kIsSymmetric>
+__device__ void quantize_wide_row(const Side& side, int lane, bool has_channels, const Wide (&x)[2], int slot, int h,
+                                  int row) {
+  using RowExtent = Extent<Dtype::fp32, kIsSymmetric>;
+  const int lanes_per_group = divide_lanes(side.head_dim / (2 * kChunk), side.num_groups);
+  const int group = divide_lanes(lane, lanes_per_group), position = lane - group * lanes_per_group;
+  RowExtent extents[1] = {RowExtent::of(x[0])};
+  extents[0].include(RowExtent::of(x[1]));
+  join_lanes(extents, lane, position, lanes_per_group);
+  const StoredScale value = compute_scale<kStorage>(extents[0].range(), side.clip_ratio);
+  if (!has_channels) return;
+  if (position == 0) store_scale<kIsSymmetric>(side, value, slot, h, group, row);
+  for_all<2>([&](int k) {
+    uint8_t* const target = Codes<kStorage>::at(code_row(side, slot, h, row), (2 * lane + k) * kChunk);
+    encode<kStorage, kIsSymmetric>(x[k], value).store(target);
+  });
+}
+
+// Appends one row, 16 channels a lane.
+__device__ void append_wide_row(const Jobs& jobs, const Job& job, unsigned cta) {
+  constexpr int kOfLane = 2 * kChunk;
+  const Side& side = job.side;
+  const int lane = threadIdx.x % kLanes, c = lane * kOfLane;
+  const unsigned b = cta / job.ctas_per_sequence;
+  const unsigned unit = (cta - b * job.ctas_per_sequence) * kNumWarps + threadIdx.x / kLanes;
+  const unsigned i = unit / jobs.num_kv_heads, h = unit - i * jobs.num_kv_heads;
+  const int64_t t = int64_t{jobs.lengths[b]} - job.q_len + i;
+  if (i >= job.q_len || t < 0 || t >= jobs.max_length) return;
+  const int slot = jobs.laps.slot(b, static_cast<int>(t)), row = jobs.laps.row(static_cast<int>(t));
+  const bool has_channels = c < side.head_dim;
+  Wide x[2] = {};
+  if (has_channels) {
+    const int64_t first = b * job.dense.stride_b + h * job.dense.stride_h + i * job.dense.stride_t + c;
+    x[0] = load_widened(job.dense, first);
+    x[1] = load_widened(job.dense, first + kChunk);
+  }
+  if (!is_identity(job.transform)) {
+    LaneTransform<kOfLane> inverted(job.transform, side.head_dim, h, c);
+    inverted.invert(job.transform);
+    float channels[1][kOfLane];
+    for_all<kOfLane>([&](int k) { channels[0][k] = x[k / kChunk][k % kChunk]; });
+    transform_keys(job.transform, inverted, side.head_dim, lane, lane, channels);
+    for_all<kOfLane>([&](int k) { x[k / kChunk].words[k % kChunk] = __float_as_uint(channels[0][k]); });
+  }
+  if (side.storage == Storage::none) {
+    for_all<2>([&](int k) {
+      if (has_channels) store_values(code_row(side, slot, h, row), side.dense_dtype, 2 * lane + k, x[k]);
+    });
+    return;
+  }
+  with_format(side, [&](auto storage, auto is_symmetric) {
+    quantize_wide_row<storage, is_symmetric>(side, lane, has_channels, x, slot, h, row);
+  });
+}
+
 // --- kernels
 
 // How a side is appended.
-enum class Way { rows, transformed_rows, tokens, blocks };
+enum class Way { rows, transformed_rows, wide_rows, tokens, blocks };
 
 Way way_of(const Job& job) {
+  if (job.side.head_dim > kMaxCudaHeadDim) return Way::wide_rows;
   if (job.side.has_channel_scales) return Way::blocks;
   if (job.side.is_shared_by_heads && !job.side.is_frozen) return Way::tokens;
   return is_identity(job.transform) ? Way::rows : Way::transformed_rows;
@@ -411,6 +472,7 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) append_sides(const __grid_c
   const unsigned cta = blockIdx.x - (is_value ? jobs.jobs[0].num_ctas : 0);
   if constexpr (kWay == Way::blocks) return append_blocks(jobs, job, cta);
   if constexpr (kWay == Way::tokens) return append_token(jobs, job, cta);
+  if constexpr (kWay == Way::wide_rows) return append_wide_row(jobs, job, cta);
   constexpr int kWideRows = rows_of_lane(kIsPrompt, Dtype::fp32);
   if constexpr (kWay == Way::transformed_rows) {
     if (!is_value) return append_rows<true, Dtype::fp32, kWideRows>(jobs, job, cta);
@@ -431,6 +493,7 @@ AppendKernel kernel_of(Way way, bool is_prompt) {
     case Way::transformed_rows:
       return is_prompt ? append_sides<Way::transformed_rows, true> : append_sides<Way::transformed_rows, false>;
     case Way::tokens: return append_sides<Way::tokens, false>;
+    case Way::wide_rows: return append_sides<Way::wide_rows, false>;
     case Way::blocks: break;
   }
   return append_sides<Way::blocks, false>;
@@ -447,6 +510,15 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) spoil_frozen_scales(const _
     *scale_at(job.side, token.slot, 0, 0, 0) = kHalfNan;
     if (!job.side.is_symmetric) *zero_at(job.side, token.slot, 0, 0, 0) = kHalfNan;
   });
+}
+
+void check_wide_rows(const Side& side, int num_kv_heads) {
+  const int of_group = side.head_dim / side.num_groups;
+  if (side.has_channel_scales || side.is_frozen || (side.is_shared_by_heads && num_kv_heads > 1) || of_group % 16 != 0) {
+    throw std::invalid_argument("append: rows of more than " + std::to_string(kMaxCudaHeadDim) +
+                                " channels must have scales of their own, of 16 channels or more, for the CUDA "
+                                "kernels, got others. Use granularity 'head' or 'group'.");
+  }
 }
 
 // A job with only its newest tokens, at most `most`.
@@ -496,6 +568,9 @@ void append(const AppendParams& params, void* stream) {
     int64_t ctas_per_sequence = job.q_len;
     if (way_of(job) == Way::blocks) {
       ctas_per_sequence = int64_t{params.num_kv_heads} * (job.q_len / kBlockSize + 1);
+    } else if (way_of(job) == Way::wide_rows) {
+      check_wide_rows(job.side, params.num_kv_heads);
+      ctas_per_sequence = (int64_t{params.num_kv_heads} * job.q_len + kNumWarps - 1) / kNumWarps;
     } else if (way_of(job) != Way::tokens) {
       const int64_t tokens_per_tile =
           kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, dtype_of_rows(job, is_prompt));

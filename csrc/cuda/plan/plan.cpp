@@ -147,13 +147,13 @@ Extras place_operands(const DecodeParams& params, const AttendKernel& kernel, De
 
 }  // namespace
 
-void check_support(const char* where, const Side& side) {
+void check_support(const char* where, const Side& side, int max_head_dim) {
   // Messages are built only when something is refused: every decode comes through here.
   const auto refuse = [where](const std::string& problem) {
     throw std::invalid_argument(std::string(where) + ": " + problem);
   };
-  if (side.head_dim > kMaxCudaHeadDim) {
-    refuse("`head_dim` must be at most " + std::to_string(kMaxCudaHeadDim) + " for the CUDA kernels, got " +
+  if (side.head_dim > max_head_dim) {
+    refuse("`head_dim` must be at most " + std::to_string(max_head_dim) + " for the CUDA kernels, got " +
            std::to_string(side.head_dim) + ". Leave this model unpatched, or run it on the CPU.");
   }
   // Kernels load eight channels at a time: values 16 bytes at once, codes of b bits all b bytes at once or, where these

@@ -23,6 +23,10 @@ from ...storage.tally import causal_pairs
 from ..errors import NothingRead
 from .simulation import SimulatedLayer, window_of
 
+_COUNTED = tuple(
+    getattr(torch_ops, name).default
+    for name in ("decode", "decode_reference", "attend_latent", "attend_latent_reference")
+)
 # The note on numbers measured without kernels.
 DEQUANTIZED = (
     "No kernel serves the model, so it attended to dequantised tensors. The scores are still those of the formats."
@@ -97,7 +101,7 @@ class PairCounter(TorchDispatchMode):
         self.pairs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch_ops.decode.default, torch_ops.decode_reference.default, torch_ops.attend_latent.default):
+        if func in _COUNTED:
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             is_counted = "rotates_latent" not in named or KVLayout.of_packed(named["layout"]).key.is_quantized
             q_len = named["query"].shape[2]
