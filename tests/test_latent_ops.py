@@ -142,13 +142,13 @@ def test_the_gpu_kernel(
             dtype=dtype,
             num_q_per_kv=num_heads,
             q_len=q_len,
-            lengths=(600, q_len, 257, 400),
-            starts=(0, 0, 100, 300) if num_heads % 8 == 0 else None,
-            capacity=640,
+            lengths=(1000, q_len, 257, 640),
+            starts=(0, 0, 100, 500) if num_heads % 8 == 0 else None,
+            capacity=1024,
             sink_length=windows[0],
             residual_length=windows[1],
         )
-        for num_splits in (0, 3):
+        for num_splits in (0, 1, 5):
             run_latent("cuda", case, transform=transform, num_splits=num_splits)
 
 

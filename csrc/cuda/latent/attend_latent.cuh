@@ -1,9 +1,9 @@
-// Attention of the newest tokens over codes of latents (MLA): the kernel. A thread block of eight warps takes a share
-// of a sequence's tokens for up to 32 query rows, which are heads: all of them read the same latents, as keys and as
+// Attention of the newest tokens over codes of latents (MLA): the kernel. A thread block of four warps takes a share of
+// a sequence's tokens for up to 32 query rows, which are heads: all of them read the same latents, as keys and as
 // values.
 //
-// It goes from tile to tile of 64 tokens. First each warp finds the scores of 16 tokens and half of the query rows, with
-// keys as the A operand and the query in shared memory; then each adds up an eighth of the channels over all 64. Weights pass from one to the
+// It goes from tile to tile of 64 tokens. First each warp finds the scores of 16 tokens, with keys as the A operand and
+// the query in shared memory; then each adds up a quarter of the channels over all 64. Weights pass from one to the
 // other through shared memory. So no warp holds the query, and none all of the output. Two thread blocks share a
 // multiprocessor: one multiplies while the other waits at a barrier.
 //
@@ -176,7 +176,7 @@ template <class Shape>
 __device__ __forceinline__ void prepare_query(const DecodeParams& params, const LatentPlan& plan, int b, int row_tile,
                                               uint8_t* shared, float* factors) {
   constexpr int kChannels = Shape::kRank / kLanes;  // of a lane
-  constexpr int kAtOnce = Shape::kRows % (4 * kLatentWarps) == 0 ? 4 : Shape::kRows / kLatentWarps, kOfRope = 4, kRopeLanes = kRopeChannels / kOfRope;
+  constexpr int kAtOnce = Shape::kColumnTiles % 2 == 0 ? 4 : 2, kOfRope = 4, kRopeLanes = kRopeChannels / kOfRope;
   const int lane = threadIdx.x % kLanes;
   int* const sums = reinterpret_cast<int*>(shared + Shape::kSumsAt);
 #pragma unroll 1
@@ -243,17 +243,17 @@ __device__ __forceinline__ void prepare_query(const DecodeParams& params, const 
 // bytes, `query` that of the first block, both in shared memory. Integer products begin at `start` for each query row of
 // the lane; codes of 4 bits count from 0, those of 8 from 0, too, whose middle is 128.
 template <class Shape, Storage kStorage, int kBytes>
-__device__ __forceinline__ void multiply_keys(uint32_t keys, uint32_t query, const int (&start)[2 * Shape::kOwnTiles],
-                                              float (&products)[Shape::kOwnTiles][4]) {
-  constexpr int kColumnTiles = Shape::kOwnTiles, kBlocksOfLoad = 8 / bits_of(kStorage);
+__device__ __forceinline__ void multiply_keys(uint32_t keys, uint32_t query, const int (&start)[2 * Shape::kColumnTiles],
+                                              float (&products)[Shape::kColumnTiles][4]) {
+  constexpr int kColumnTiles = Shape::kColumnTiles, kBlocksOfLoad = 8 / bits_of(kStorage);
   const auto load_query = [&](int block, uint32_t (&words)[kColumnTiles][4]) {
     for_all<kColumnTiles>([&](int n) {
       load_shared((query ^ (block % 2 << 6)) + block / 2 * 128 + n * 8 * Shape::kQueryPitch, words[n]);
     });
   };
   if constexpr (is_integer(kStorage)) {
-    // Products wait for those before them, so a single column tile is summed in two chains.
-    constexpr int kChains = kColumnTiles == 1 && kBytes >= 128 ? 2 : 1;
+    // Products wait for those before them, so few columns are summed in two chains.
+    constexpr int kChains = kColumnTiles <= 2 && kBytes >= 128 ? 2 : 1;
     int high[kChains][kColumnTiles][4] = {}, low[kChains][kColumnTiles][4] = {};
     for_all<kColumnTiles, 4>([&](int n, int i) { low[0][n][i] = start[2 * n + i % 2]; });
     for_all<kBytes / 32>([&](int load) {
@@ -296,7 +296,7 @@ template <class Shape>
 __global__ void __launch_bounds__(kLatentThreads, 2)
     attend_latent(const __grid_constant__ DecodeParams params, const __grid_constant__ LatentPlan plan,
                   float* workspace) {
-  constexpr int kColumnTiles = Shape::kColumnTiles, kRows = Shape::kRows, kOwnTiles = Shape::kOwnTiles;
+  constexpr int kColumnTiles = Shape::kColumnTiles, kColumns = 2 * kColumnTiles, kRows = Shape::kRows;
   constexpr int kGroups = Shape::kGroups, kStages = Shape::kStages;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, g = lane / 4, t = lane % 4;
@@ -320,83 +320,75 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
     if (stage < num_tiles) copy.start(stage);
     commit_copies();
   }
-  float* const maxima = reinterpret_cast<float*>(shared + Shape::kMaximaAt);  // [kScoreWarps][kRows]
+  float* const maxima = reinterpret_cast<float*>(shared + Shape::kMaximaAt);
   prepare_query<Shape>(params, plan, b, row_tile, shared, maxima);
   __syncthreads();
-
-  // --- the scores of a warp: 16 tokens from `score_warp` on, and the column tiles from `first_tile` on. Where there is
-  // an odd number of these, the last warps have one that does not exist; what they find for it goes nowhere.
-  const int score_warp = warp % kScoreWarps, first_tile = warp / kScoreWarps * kOwnTiles;
-  const auto exists = [&](int n) { return kColumnTiles % kScoreParts == 0 || first_tile + n < kColumnTiles; };
-  // Query rows of this lane: what multiplies products, and where products begin.
-  float factor[2 * kOwnTiles];
-  int latent_start[2 * kOwnTiles] = {}, rope_start[2 * kOwnTiles] = {};
+  // For this lane's query rows: what multiplies products, and where products begin.
+  float factor[kColumns];
+  int latent_start[kColumns] = {}, rope_start[kColumns] = {};
   const int* const query_sums = reinterpret_cast<const int*>(shared + Shape::kSumsAt);
-  for_all<kOwnTiles, 2>([&](int n, int e) {
-    const int row = min(8 * (first_tile + n) + 2 * t + e, kRows - 1);
+  for_all<kColumnTiles, 2>([&](int n, int e) {
+    const int row = 8 * n + 2 * t + e;
     factor[2 * n + e] = maxima[row];
     if (!Shape::kHasZero) latent_start[2 * n + e] = query_sums[row];
     rope_start[2 * n + e] = query_sums[kGroups * kRows + row];
   });
-  __syncthreads();  // maxima have another use from here on
 
   // --- where this lane finds its operands
   const uint32_t stages = shared_address(shared);
-  const int token = 16 * score_warp + g;  // and 8 behind it
-  const uint32_t key_at = (16 * score_warp + (lane & 15)) * Shape::kPitch + (lane >> 4 << 4);
-  const uint32_t query_at =
-      stages + Shape::kQueryAt + (8 * first_tile + g) * Shape::kQueryPitch + query_place(g, 0, t, 0);
-  const uint32_t value_at = Shape::kStepsOfLoad == 1
-                                ? (lane & 15) * Shape::kPitch + warp * Shape::kWarpBytes + (lane >> 4 << 4)
-                                : lane * Shape::kPitch + warp * Shape::kWarpBytes;
+  const int token = 16 * warp + g;  // and 8 behind it
+  const uint32_t row_at = (lane & 15) * Shape::kPitch + (lane >> 4 << 4);
+  const uint32_t key_at = 16 * warp * Shape::kPitch + row_at;
+  const uint32_t value_at = warp * (Shape::kLatentBytes / kLatentWarps) + row_at;
+  const uint32_t query_at = stages + Shape::kQueryAt + g * Shape::kQueryPitch + query_place(g, 0, t, 0);
   const int group = warp * kGroups / kLatentWarps;  // of the values
 
-  // `largest` is that of the warp's query rows, `common` that of all: what weights are relative to.
-  float largest[2 * kOwnTiles], sum[2 * kOwnTiles] = {}, zero_sum[Shape::kHasZero ? kGroups : 1][2 * kOwnTiles] = {};
-  float out[Shape::kOutputTiles][kColumnTiles][4] = {}, common[2 * kColumnTiles];
-  for_all<2 * kOwnTiles>([&](int c) { largest[c] = -INFINITY; });
-  for_all<2 * kColumnTiles>([&](int c) { common[c] = -INFINITY; });
+  float largest[kColumns], sum[kColumns] = {}, zero_sum[Shape::kHasZero ? kGroups : 1][kColumns] = {};
+  float out[Shape::kOutputTiles][kColumnTiles][4] = {};
+  for_all<kColumns>([&](int c) { largest[c] = -INFINITY; });
 
   int stage = 0;
 #pragma unroll 1
   for (int tile = 0; tile < num_tiles; ++tile) {
     wait_for_copies<kStages - 2>();
     __syncthreads();  // the tile is there, and the one before is not needed any more
-    if (tile + kStages - 1 < num_tiles) copy.start(stage == 0 ? kStages - 1 : stage - 1);
-    commit_copies();
+    {
+      if (tile + kStages - 1 < num_tiles) copy.start(stage == 0 ? kStages - 1 : stage - 1);
+      commit_copies();
+    }
     const uint32_t codes = stages + stage * Shape::kStageBytes;
     const uint8_t* const planes = shared + stage * Shape::kStageBytes + Shape::kPlanesAt;
     const auto plane = [&](int p, int i) {
       return half_to_float(*reinterpret_cast<const half_bits*>(planes + (p * kLatentTokens + token + 8 * i) * 2));
     };
 
-    // --- scores: [8 n + 2 t + e] of token g (registers 0, 1) and g + 8 (2, 3)
+    // --- scores of 16 tokens: [8 n + 2 t + e] of token g (registers 0, 1) and g + 8 (2, 3)
     constexpr int kGroupBytes = Shape::kLatentBytes / kGroups;
-    float score[kOwnTiles][4] = {};
+    float score[kColumnTiles][4] = {};
     float scale[kGroups][2], zero[kGroups][2];
     for_all<kGroups, 2>([&](int p, int i) {
       scale[p][i] = plane(p, i);
       if constexpr (Shape::kHasZero) zero[p][i] = plane(kGroups + p, i);
     });
     for_all<kGroups>([&](int p) {
-      float products[kOwnTiles][4];
+      float products[kColumnTiles][4];
       multiply_keys<Shape, Shape::kLatent, kGroupBytes>(codes + key_at + p * kGroupBytes,
                                                         query_at + p * (2 * Shape::kRank / kGroups), latent_start,
                                                         products);
-      for_all<kOwnTiles, 4>([&](int n, int i) {
+      for_all<kColumnTiles, 4>([&](int n, int i) {
         score[n][i] = fmaf(products[n][i], scale[p][i / 2], score[n][i]);
         if constexpr (Shape::kHasZero) {
-          const int row = min(8 * (first_tile + n) + 2 * t + i % 2, kRows - 1);
-          score[n][i] = fmaf(__int2float_rn(query_sums[p * kRows + row]), zero[p][i / 2], score[n][i]);
+          const float sum = __int2float_rn(query_sums[p * kRows + 8 * n + 2 * t + i % 2]);
+          score[n][i] = fmaf(sum, zero[p][i / 2], score[n][i]);
         }
       });
     });
     {
-      float products[kOwnTiles][4];
+      float products[kColumnTiles][4];
       multiply_keys<Shape, Shape::kRope, kRopeChannels>(codes + key_at + Shape::kLatentBytes,
                                                         query_at + 2 * Shape::kRank, rope_start, products);
       const float of_rope[2] = {plane(Shape::kNumPlanes - 1, 0), plane(Shape::kNumPlanes - 1, 1)};
-      for_all<kOwnTiles, 4>([&](int n, int i) {
+      for_all<kColumnTiles, 4>([&](int n, int i) {
         score[n][i] = fmaf(products[n][i], of_rope[i / 2], score[n][i]) * factor[2 * n + i % 2];
       });
     }
@@ -408,47 +400,49 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
       for_all<kGroups>([&](int p) { largest_scale[i] = max_or_nan(largest_scale[i], scale[p][i]); });
       inverse[i] = reciprocal_approx(largest_scale[i]);
     });
-    for_all<kOwnTiles, 4>([&](int n, int i) { score[n][i] += log2_approx(largest_scale[i / 2]); });
-    const int tile_begin = first_token + tile * kLatentTokens, position = tile_begin + token;
-    const bool is_plain =
-        tile_begin >= tokens.begin && tile_begin + kLatentTokens <= min(tokens.end, tokens.first_query + 1);
+    for_all<kColumnTiles, 4>([&](int n, int i) { score[n][i] += log2_approx(largest_scale[i / 2]); });
+    const int position = first_token + tile * kLatentTokens + token;
+    const int tile_begin = first_token + tile * kLatentTokens;
+    const bool is_plain = tile_begin >= tokens.begin && tile_begin + kLatentTokens <= min(tokens.end, tokens.first_query + 1);
     uint32_t hidden = 0;  // bit 4 n + i
     if (!is_plain) {
-      for_all<kOwnTiles, 4>([&](int n, int i) {
-        const int row = row_tile * kRows + 8 * (first_tile + n) + 2 * t + i % 2, at = position + i / 2 * 8;
+      for_all<kColumnTiles, 4>([&](int n, int i) {
+        const int row = row_tile * kRows + 8 * n + 2 * t + i % 2, at = position + i / 2 * 8;
         const int last = tokens.first_query + plan.rows.token(row);
         if (at < tokens.begin || at >= tokens.end || at > last) hidden |= 1u << (4 * n + i);
       });
-      for_all<kOwnTiles, 4>([&](int n, int i) {
+      for_all<kColumnTiles, 4>([&](int n, int i) {
         if (hidden >> (4 * n + i) & 1) score[n][i] = -INFINITY;
       });
     }
     // Weights up to 2^kSlack are as exact as smaller ones, so the maximum follows scores only if they are far above it.
     constexpr float kSlack = 6.f;
+    float before[kColumns];
     bool is_raised = false;
-    for_all<kOwnTiles, 2>([&](int n, int e) {
-      is_raised |= exists(n) && fmaxf(score[n][e], score[n][2 + e]) > largest[2 * n + e] + kSlack;
+    for_all<kColumnTiles, 2>([&](int n, int e) {
+      before[2 * n + e] = largest[2 * n + e];
+      is_raised |= fmaxf(score[n][e], score[n][2 + e]) > largest[2 * n + e] + kSlack;
     });
     is_raised = __any_sync(kAllLanes, is_raised);
     if (is_raised) {
-      for_all<kOwnTiles, 2>([&](int n, int e) {
+      for_all<kColumnTiles, 2>([&](int n, int e) {
         const int c = 2 * n + e;
-        const float before = largest[c];
         float most = fmaxf(score[n][e], score[n][2 + e]);
 #pragma unroll
         for (int distance = 4; distance < kLanes; distance *= 2) {
           most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, distance));
         }
-        if (most > before + kSlack) largest[c] = most;
-        const float kept = exp2_below(before, largest[c]);
+        if (most > largest[c] + kSlack) largest[c] = most;
+        const float kept = exp2_below(before[c], largest[c]);
         sum[c] *= kept;
         if constexpr (Shape::kHasZero) for_all<kGroups>([&](int p) { zero_sum[p][c] *= kept; });
       });
     }
-    for_all<kOwnTiles, 2>([&](int n, int e) {
-      if (g == 0 && exists(n)) maxima[score_warp * kRows + 8 * (first_tile + n) + 2 * t + e] = largest[2 * n + e];
+    for_all<kColumnTiles, 2>([&](int n, int e) {
+      if (g == 0) maxima[warp * kRows + 8 * n + 2 * t + e] = largest[2 * n + e];
     });
-    for_all<kOwnTiles, 4>([&](int n, int i) { score[n][i] = exp2_below(score[n][i], largest[2 * n + i % 2]); });
+    for_all<kColumnTiles, 4>(
+        [&](int n, int i) { score[n][i] = exp2_below(score[n][i], largest[2 * n + i % 2]); });
     for_all<kGroups>([&](int p) {
       float share[2] = {1.f, 1.f}, of_zero[2];
       if constexpr (Shape::kHasZero) {
@@ -457,7 +451,7 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
           of_zero[i] = zero[p][i] * inverse[i];
         });
       }
-      for_all<kOwnTiles>([&](int n) {
+      for_all<kColumnTiles>([&](int n) {
         float weight[4];
         for_all<4>([&](int i) {
           const bool is_hidden = !is_plain && (hidden >> (4 * n + i) & 1);
@@ -465,63 +459,44 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
           if (p == 0) sum[2 * n + i % 2] += is_hidden ? 0.f : score[n][i] * inverse[i / 2];
           if constexpr (Shape::kHasZero) zero_sum[p][2 * n + i % 2] += is_hidden ? 0.f : score[n][i] * of_zero[i / 2];
         });
-        if (!exists(n)) return;
-        uint8_t* const to = shared + (Shape::kHasWeightsInTile
-                                          ? stage * Shape::kStageBytes
-                                          : Shape::kWeightsAt + p * kLatentTokens * Shape::kWeightsPitch);
-        const auto place = [&](int i) { return weights_place<Shape>(token + i, first_tile + n) + 4 * t; };
-        *reinterpret_cast<uint32_t*>(to + place(0)) = pack_halves(weight[0], weight[1]);
-        *reinterpret_cast<uint32_t*>(to + place(8)) = pack_halves(weight[2], weight[3]);
+        uint8_t* const to = shared + (Shape::kHasWeightsInTile ? stage * Shape::kStageBytes
+                                                               : Shape::kWeightsAt + p * kLatentTokens * Shape::kWeightsPitch);
+        *reinterpret_cast<uint32_t*>(to + weights_place<Shape>(token, n) + 4 * t) = pack_halves(weight[0], weight[1]);
+        *reinterpret_cast<uint32_t*>(to + weights_place<Shape>(token + 8, n) + 4 * t) = pack_halves(weight[2], weight[3]);
       });
     });
     const bool is_uneven = __syncthreads_or(is_raised);  // warps may have different maxima
 
     // --- sums of values
-    const auto largest_of_row = [&](int row) {
-      float most = maxima[row];
-      for_all<kScoreWarps>([&](int w) { most = fmaxf(most, maxima[w * kRows + row]); });
-      return most;
-    };
-    float of_weights[kColumnTiles] = {};  // what the weights that this lane loads have to become relative to
+    float kept[kColumnTiles] = {};  // the maximum of the row of this lane's weights
     if (is_uneven) {
-      for_all<kOwnTiles, 2>([&](int n, int e) {
-        const int c = 2 * n + e;
-        const float most = largest_of_row(min(8 * (first_tile + n) + 2 * t + e, kRows - 1));
-        const float kept = exp2_below(largest[c], most);
-        sum[c] *= kept;
-        if constexpr (Shape::kHasZero) for_all<kGroups>([&](int p) { zero_sum[p][c] *= kept; });
-        largest[c] = most;
-      });
       for_all<kColumnTiles, 2>([&](int n, int e) {
         const int c = 2 * n + e;
-        const float most = largest_of_row(8 * n + 2 * t + e), kept = exp2_below(common[c], most);
-        for_all<Shape::kOutputTiles, 2>([&](int j, int i) { out[j][n][2 * i + e] *= kept; });
-        common[c] = most;
+        float most = maxima[8 * n + 2 * t + e];
+        for_all<kLatentWarps>([&](int w) { most = fmaxf(most, maxima[w * kRows + 8 * n + 2 * t + e]); });
+        const float own = exp2_below(largest[c], most), of_out = exp2_below(before[c], most);
+        sum[c] *= own;
+        if constexpr (Shape::kHasZero) for_all<kGroups>([&](int p) { zero_sum[p][c] *= own; });
+        for_all<Shape::kOutputTiles, 2>([&](int j, int i) { out[j][n][2 * i + e] *= of_out; });
+        largest[c] = most;
       });
-      for_all<kColumnTiles>([&](int n) { of_weights[n] = largest_of_row(8 * n + g); });
+      for_all<kColumnTiles>([&](int n) {
+        kept[n] = -INFINITY;
+        for_all<kLatentWarps>([&](int w) { kept[n] = fmaxf(kept[n], maxima[w * kRows + 8 * n + g]); });
+      });
     }
     const uint32_t weights = Shape::kHasWeightsInTile
                                  ? codes
                                  : stages + Shape::kWeightsAt + group * kLatentTokens * Shape::kWeightsPitch;
-    // Adds up the tokens of a step: `e` and `f` are words of a chunk, whose first output tile is `j`.
-    const auto add_chunk = [&](const uint32_t (&weight)[(kColumnTiles + 1) / 2][4], int j, uint32_t e, uint32_t f) {
-      for_value_operands<Shape::kLatent>(e, f, [&](int i, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
-        for_all<kColumnTiles>([&](int n) {
-          multiply_halves(out[j + i][n], a0, a1, a2, a3, weight[n / 2][n % 2 * 2], weight[n / 2][n % 2 * 2 + 1]);
-        });
-      });
-    };
-    constexpr int kTilesOfChunk = 8 / bits_of(Shape::kLatent), kSteps = kLatentTokens / 16;
-    uint32_t x[4];
-    for_all<kSteps>([&](int step) {
+    for_all<kLatentTokens / 16>([&](int step) {
       uint32_t weight[(kColumnTiles + 1) / 2][4];
       for_all<(kColumnTiles + 1) / 2>([&](int n) {
         const int column = min(2 * n + (lane >> 4), kColumnTiles - 1);
         load_matrices<true>(weights + weights_place<Shape>(16 * step + (lane & 15), column), weight[n]);
       });
-      if (is_uneven) {  // the tokens of a step are those of a warp's scores
+      if (is_uneven) {  // the tokens of a step are those of a warp
         for_all<kColumnTiles>([&](int n) {
-          const float own = exp2_below(maxima[step * kRows + 8 * n + g], of_weights[n]);
+          const float own = exp2_below(maxima[step * kRows + 8 * n + g], kept[n]);
           const uint32_t factors = pack_halves(own, own);
           for_all<2>([&](int i) {
             uint32_t& pair = weight[n / 2][n % 2 * 2 + i];
@@ -529,16 +504,19 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
           });
         });
       }
-      if constexpr (Shape::kStepsOfLoad == 1) {
-        for_all<Shape::kLoads>([&](int load) {
-          load_matrices<true>(codes + value_at + 32 * load + 16 * step * Shape::kPitch, x);
-          add_chunk(weight, 2 * load * kTilesOfChunk, x[0], x[1]);
-          add_chunk(weight, (2 * load + 1) * kTilesOfChunk, x[2], x[3]);
+      for_all<Shape::kLoads>([&](int load) {
+        uint32_t x[4];
+        load_matrices<true>(codes + value_at + 32 * load + 16 * step * Shape::kPitch, x);
+        for_all<2>([&](int half) {
+          for_value_operands<Shape::kLatent>(
+              x[2 * half], x[2 * half + 1], [&](int i, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+                const int j = Shape::kHasZero ? 4 * load + 2 * half + i : 2 * load + half;
+                for_all<kColumnTiles>([&](int n) {
+                  multiply_halves(out[j][n], a0, a1, a2, a3, weight[n / 2][n % 2 * 2], weight[n / 2][n % 2 * 2 + 1]);
+                });
+              });
         });
-      } else {
-        if (step % 2 == 0) load_matrices<true>(codes + value_at + 16 * step * Shape::kPitch, x);
-        add_chunk(weight, 0, x[step % 2 * 2], x[step % 2 * 2 + 1]);
-      }
+      });
     });
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
@@ -547,24 +525,25 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
   wait_for_copies<0>();
   __syncthreads();
   constexpr int kSums = Shape::kHasZero ? 1 + kGroups : 1;
-  float* const sums = reinterpret_cast<float*>(shared);  // [kScoreWarps][kSums][kRows]
-  for_all<kSums, kOwnTiles, 2>([&](int p, int n, int e) {
+  float* const sums = reinterpret_cast<float*>(shared);  // [warp][kSums][kRows]
+  for_all<kSums, kColumnTiles, 2>([&](int p, int n, int e) {
     float x = p == 0 ? sum[2 * n + e] : zero_sum[p == 0 ? 0 : p - 1][2 * n + e];
-#pragma unroll
-    for (int distance = 4; distance < kLanes; distance *= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
-    if (g == 0 && exists(n)) sums[(score_warp * kSums + p) * kRows + 8 * (first_tile + n) + 2 * t + e] = x;
+    x += __shfl_xor_sync(kAllLanes, x, 4);
+    x += __shfl_xor_sync(kAllLanes, x, 8);
+    x += __shfl_xor_sync(kAllLanes, x, 16);
+    if (g == 0) sums[(warp * kSums + p) * kRows + 8 * n + 2 * t + e] = x;
   });
   __syncthreads();
   const auto sum_of_warps = [&](int p, int row) {
     float x = 0.f;
-    for_all<kScoreWarps>([&](int w) { x += sums[(w * kSums + p) * kRows + row]; });
+    for_all<kLatentWarps>([&](int w) { x += sums[(w * kSums + p) * kRows + row]; });
     return x;
   };
   float* const slot = workspace + int64_t{blockIdx.x} * kRows * (Shape::kRank + 2);
   for_all<kColumnTiles, 2>([&](int n, int e) {
     const int row = 8 * n + 2 * t + e;
     if (warp == 0 && g == 0) {
-      *reinterpret_cast<float2*>(slot + kRows * Shape::kRank + 2 * row) = {common[2 * n + e], sum_of_warps(0, row)};
+      *reinterpret_cast<float2*>(slot + kRows * Shape::kRank + 2 * row) = {largest[2 * n + e], sum_of_warps(0, row)};
     }
     const float added = Shape::kHasZero ? sum_of_warps(1 + group, row) : 0.f;
     float* const to = slot + row * Shape::kRank + warp * Shape::kWarpChannels;

@@ -7,7 +7,7 @@ namespace hf_kvquant::cuda {
 
 constexpr int kLatentGroup = 128;     // channels that share a scale at 4 bits
 constexpr int kLatentTileTokens = 64;
-constexpr int kLatentThreads = 256;   // of a thread block that attends
+constexpr int kLatentThreads = 128;   // of a thread block that attends: a warp for 16 tokens of a tile
 constexpr int kLatentCombineThreads = 256;
 constexpr int kMostLatentRows = 32;   // query rows that a thread block serves
 constexpr int kRopeChannels = 64;     // of a rope part; fewer are followed by zeros

@@ -9,8 +9,7 @@
 namespace hf_kvquant::cuda {
 
 constexpr int kLatentWarps = kLatentThreads / kLanes, kLatentTokens = kLatentTileTokens;
-// Scores: 16 tokens for a warp, and half of the query rows.
-constexpr int kScoreWarps = kLatentTokens / 16, kScoreParts = kLatentWarps / kScoreWarps;
+static_assert(kLatentTokens == 16 * kLatentWarps);
 
 // A tile is 64 tokens: rows of codes of the latent, each with the rope part behind it, and then the planes of scales.
 // Rows are an odd multiple of 16 bytes apart, so `ldmatrix`, which takes 16 bytes of eight rows, meets no bank conflict.
@@ -23,7 +22,6 @@ struct LatentShape {
   static constexpr Storage kLatent = kLatent_, kRope = kRope_;
   static constexpr int kRank = kRank_, kColumnTiles = kColumnTiles_;  // of eight query rows
   static constexpr int kRows = 8 * kColumnTiles;
-  static constexpr int kOwnTiles = (kColumnTiles + kScoreParts - 1) / kScoreParts;  // of a warp's scores; some may be none
   static constexpr bool kHasZero = bits_of(kLatent) < 8;
   static constexpr int kGroups = kHasZero ? kRank / kLatentGroup : 1;
   static_assert(bits_of(kRope) == 8);
@@ -43,7 +41,7 @@ struct LatentShape {
   static constexpr bool kHasWeightsInTile = kGroups == 1;
   static constexpr int kWeightsPitch = kHasWeightsInTile ? kPitch : 2 * kRows;
   static constexpr int kWeightsBytes = kHasWeightsInTile ? 0 : kGroups * kLatentTokens * kWeightsPitch;
-  static constexpr int kMaximaBytes = kScoreWarps * kRows * 4;
+  static constexpr int kMaximaBytes = kLatentWarps * kRows * 4;
   static constexpr int kOtherBytes = kQueryBytes + kSumsBytes + kWeightsBytes + kMaximaBytes;
   // Two thread blocks share a multiprocessor, so that one multiplies while the other waits.
   static constexpr int kMostBytes = 113 * 1024;
@@ -61,9 +59,7 @@ struct LatentShape {
   // Values: channels of a warp, in output tiles of 16.
   static constexpr int kWarpChannels = kRank / kLatentWarps;
   static constexpr int kOutputTiles = kWarpChannels / 16;
-  // A load takes two chunks of 16 bytes of 16 tokens, or one of 32 tokens.
-  static constexpr int kWarpBytes = kLatentBytes / kLatentWarps, kLoads = kWarpBytes < 32 ? 1 : kWarpBytes / 32;
-  static constexpr int kStepsOfLoad = kWarpBytes < 32 ? 2 : 1, kChunksOfLoad = 2 / kStepsOfLoad;
+  static constexpr int kLoads = kLatentBytes / kLatentWarps / 32;  // of two chunks
 
   // The channel of row g (`i` 0) or g + 8 (1) of output tile j, among those of the warp: a pair of bytes has two
   // channels, or four, which are the rows of two tiles.
