@@ -335,9 +335,9 @@ def test_kernels_on_a_gpu(rank: int, preset: str) -> None:
         assert not fallbacks(outputs[name])
     served = {storage.serves_latent(torch.bfloat16) for storage in cache_of(outputs["plain"]).storages}
     assert served == {True}
-    compare.assert_same(outputs["captured"].sequences.cpu(), outputs["static"].sequences.cpu(), "captured")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.bfloat16)
-    compare.assert_close(logits(outputs["plain"])[:, :2], logits(expected)[:, :2], bound, "logits")
+    for name, output in outputs.items():  # the first step after the prompt; later ones may have other tokens
+        compare.assert_close(logits(output)[:, :2], logits(expected)[:, :2], bound, name)
 
 
 REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {

@@ -69,9 +69,13 @@ def run_latent(
     torch_out, torch_lse = plain_attention(case, query, both, latent, **options)
     max_logit = largest(query.float().norm(dim=-1)) * largest(both.norm(dim=-1)) * scale
     bound = attention_bound(expected, torch_out, case.dtype, max_logit, largest(latent.norm(dim=-1)))
+    # Kernels for GPUs round a rotated query to float16 numbers, or integers of 15 bits. Weights change by as much as
+    # logits, relatively, and the result by up to twice that of the largest value.
+    of_query = max_logit * 2.0**-12 if operands.serves_latent(case.dtype) and engine == "cuda" else 0.0
+    bound += 2 * of_query * largest(latent)
     assert out.dtype == case.dtype and out.shape == (case.batch, case.q_len, case.num_q_heads, rank)
     assert_close(out, expected, bound, f"{case}, out")
-    assert_close(lse, expected_lse, lse_bound(expected_lse, torch_lse, max_logit), f"{case}, lse")
+    assert_close(lse, expected_lse, lse_bound(expected_lse, torch_lse, max_logit) + of_query, f"{case}, lse")
     return out, lse
 
 
@@ -142,13 +146,13 @@ def test_the_gpu_kernel(
             dtype=dtype,
             num_q_per_kv=num_heads,
             q_len=q_len,
-            lengths=(1000, q_len, 257, 640),
-            starts=(0, 0, 100, 500) if num_heads % 8 == 0 else None,
-            capacity=1024,
+            lengths=(600, q_len, 257, 400),
+            starts=(0, 0, 100, 300) if num_heads % 8 == 0 else None,
+            capacity=640,
             sink_length=windows[0],
             residual_length=windows[1],
         )
-        for num_splits in (0, 1, 5):
+        for num_splits in (0, 3):
             run_latent("cuda", case, transform=transform, num_splits=num_splits)
 
 

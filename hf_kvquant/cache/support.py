@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import KVQuantConfig, LayerFormats
-from ..models.latent import head_dims_of, keeps_latents, latent_sizes, picks_tokens
+from ..models.latent import head_dims_of, latent_sizes, picks_tokens
 from ..models.layers import layers_of, named_types, shared_layers
 from ..models.text_config import text_config_of
 from ..presets import latent_formats

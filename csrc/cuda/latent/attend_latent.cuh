@@ -448,7 +448,7 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
       if constexpr (Shape::kHasZero) {
         for_all<2>([&](int i) {
           share[i] = scale[p][i] * inverse[i];
-          of_zero[i] = zero[p][i] * inverse[i];
+          of_zero[i] = fmaf(8.f, scale[p][i], zero[p][i]) * inverse[i];
         });
       }
       for_all<kColumnTiles>([&](int n) {
@@ -457,12 +457,22 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
           const bool is_hidden = !is_plain && (hidden >> (4 * n + i) & 1);
           weight[i] = Shape::kHasZero ? (is_hidden ? 0.f : score[n][i] * share[i / 2]) : score[n][i];
           if (p == 0) sum[2 * n + i % 2] += is_hidden ? 0.f : score[n][i] * inverse[i / 2];
-          if constexpr (Shape::kHasZero) zero_sum[p][2 * n + i % 2] += is_hidden ? 0.f : score[n][i] * of_zero[i / 2];
         });
-        uint8_t* const to = shared + (Shape::kHasWeightsInTile ? stage * Shape::kStageBytes
-                                                               : Shape::kWeightsAt + p * kLatentTokens * Shape::kWeightsPitch);
-        *reinterpret_cast<uint32_t*>(to + weights_place<Shape>(token, n) + 4 * t) = pack_halves(weight[0], weight[1]);
-        *reinterpret_cast<uint32_t*>(to + weights_place<Shape>(token + 8, n) + 4 * t) = pack_halves(weight[2], weight[3]);
+        const uint32_t pairs[2] = {pack_halves(weight[0], weight[1]), pack_halves(weight[2], weight[3])};
+        // Codes are multiplied as they are, but what a rounded weight costs should not grow with a middle of 8.
+        if constexpr (Shape::kHasZero) {
+          for_all<4>([&](int i) {
+            const bool is_hidden = !is_plain && (hidden >> (4 * n + i) & 1);
+            const float further = fmaf(-8.f, half_of(pairs[i / 2], i % 2), score[n][i] * of_zero[i / 2]);
+            zero_sum[p][2 * n + i % 2] += is_hidden ? 0.f : further;
+          });
+        }
+        uint8_t* const to = shared + (Shape::kHasWeightsInTile
+                                          ? stage * Shape::kStageBytes
+                                          : Shape::kWeightsAt + p * kLatentTokens * Shape::kWeightsPitch);
+        for_all<2>([&](int i) {
+          *reinterpret_cast<uint32_t*>(to + weights_place<Shape>(token + 8 * i, n) + 4 * t) = pairs[i];
+        });
       });
     });
     const bool is_uneven = __syncthreads_or(is_raised);  // warps may have different maxima
