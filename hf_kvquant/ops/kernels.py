@@ -135,7 +135,8 @@ def serves_latent(device: torch.device, layout: KVLayout, rank: int, num_rope_ch
 
 @torch.compiler.assume_constant_result
 def _shared_memory(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(index)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _scales_of(kv_format: KVFormat) -> tuple[str, int | None]:
