@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,8 @@ import tqdm.auto
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..batching.sampling import KEY, SETTINGS
+from ..batching.grammars import Grammars
+from ..batching.sampling import SETTINGS
 from ..calibration.smoothing_file import FILE_NAME
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
@@ -26,14 +28,15 @@ from ..evaluation.provenance import model_name, sha256
 from ..evaluation.tasks.measure import tell_one_process, this_process_device
 from ..jobs.answers import answered, end_tokens, managed
 from ..jobs.forms import answer_line, error_line
-from ..jobs.lines import SAMPLING, BadLine, Job, check_sampling, read_jobs
+from ..jobs.lines import SAMPLING, Job, check_sampling, read_jobs
 from ..jobs.output import Done, Output, Writer
 from ..jobs.processes import Processes, joined
-from ..jobs.prompts import Limits, Request, request_of
+from ..jobs.prompts import Limits, Request, Requests
 from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
-from ..models.text_config import context_of
+from ..models.text_config import context_of, text_config_of
 from ..patching import patched
+from ..serving import fields
 from . import arguments, loading
 
 # Bad lines that are told on stderr. All of them are in the output.
@@ -63,6 +66,16 @@ class Work:
     found: Survey
     generation_config: GenerationConfig
     batching: Mapping[str, Any]
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return end_tokens(self.generation_config)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Of the model."""
+        return Grammars(self.tokenizer, text_config_of(self.model).vocab_size, self.ends)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -202,7 +215,7 @@ def started(work: Work, stack: contextlib.ExitStack) -> tuple[Any, int]:
     """Start a manager that ends with the stack. Returns it and the number of tokens that its pages hold."""
     try:
         stack.enter_context(patched(work.model, work.config))
-        return stack.enter_context(managed(work.model, work.generation_config, work.batching))
+        return stack.enter_context(managed(work.model, work.generation_config, work.batching, work.grammars))
     except (ImportError, NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(f"{work.name} cannot be batched like this. {error}") from error
     except (MemoryError, RuntimeError) as error:
@@ -223,27 +236,27 @@ def write_answers(
     work: Work, jobs: Iterator[Job], manager: Any, room: int, writer: Writer, tally: Tally, tell: Tell
 ) -> None:
     """Write a line for every job, through a manager whose pages have room for so many tokens."""
-    limits = Limits(context_of(work.model), room)
-    ends, started, told = end_tokens(work.generation_config), time.monotonic(), 0.0
+    limits, started, told = Limits(context_of(work.model), room), time.monotonic(), 0.0
+    made = Requests(work.model, work.tokenizer, work.grammars, limits, work.defaults)
+
+    def refuse(job: Job, problem: str) -> None:
+        writer.put(error_line(job, problem))
+        report(job, problem, tally)
+        tell(1)
 
     def requests() -> Iterator[Request]:
         for job in jobs:
             try:
-                yield request_of(job, work.tokenizer, limits, work.defaults.max_new_tokens)
-            except BadLine as problem:
-                writer.put(error_line(job, str(problem)))
-                report(job, str(problem), tally)
-                tell(1)
+                yield made.of(job)
+            except fields.Refused as problem:
+                refuse(job, str(problem))
 
-    def options_of(request: Request) -> dict[str, Any]:
-        sampling = work.defaults.of(request.job)
-        return {} if sampling is None else {KEY: sampling}
-
-    for request, tokens in answered(manager, requests(), options_of):
-        is_ended = bool(tokens) and tokens[-1] in ends
-        text = work.tokenizer.decode(tokens, skip_special_tokens=True)
-        writer.put(answer_line(request, str(text), len(tokens), is_ended, work.name))
-        tally.done, tally.tokens = tally.done + 1, tally.tokens + len(tokens)
+    for answer in answered(manager, requests(), work.ends):
+        if answer.problem is not None:
+            refuse(answer.request.job, answer.problem)
+            continue
+        writer.put(answer_line(answer, work.tokenizer, work.name))
+        tally.done, tally.tokens = tally.done + 1, tally.tokens + len(answer.tokens)
         now = time.monotonic()
         is_due = now - told > TELL_S
         told = now if is_due else told

@@ -10,9 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..batching.sampling import Sampling
+from ..common.errors import did_you_mean
 from .structured import KINDS, is_format, is_structure
 from .tools import MAX_TOOLS, MESSAGE, Tools, is_call, is_choice, is_tools, tools_of
 
@@ -226,14 +229,47 @@ class Parameters:
         """The field that says what answers must match; `None` if they may be any text."""
         return next((name for name, value in self.structure.items() if value != {"type": "text"}), None)
 
+    @property
+    def ends_by_text(self) -> bool:
+        """Whether some text may end an answer before its last token: a stop string, or the only call there may be."""
+        return bool(self.stop) or (self.tools is not None and not self.tools.is_parallel)
 
-def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
+    def sampling(
+        self, own: Mapping[str, Any], *, is_sampled: bool, vocab_size: int, grammar: str | None = None
+    ) -> Sampling | None:
+        """How tokens are chosen; `None` if they are the most likely ones. Without a seed, it gets one nobody knows.
+
+        Args:
+            own: Settings of `batching.sampling.SETTINGS` for what the body does not say.
+            is_sampled: Whether a body that says nothing is sampled.
+            vocab_size: Logits of the model.
+            grammar: What the answer must match, compiled.
+
+        Raises:
+            Refused: A bias is for a token that the model does not have.
+        """
+        bias = {int(token): float(value) for token, value in self.settings.get("logit_bias", {}).items() if value}
+        for token in bias:
+            if token >= vocab_size:
+                expected = f"for token ids below {vocab_size}, as many as the model has"
+                raise Refused(f"`logit_bias` must be {expected}, got {token}.", param="logit_bias")
+        named = {name: value for name, value in self.settings.items() if name != "logit_bias"}
+        narrowed = {"top_p": 1, "top_k": 0, "min_p": 0}
+        is_named = any(named.get(name, neutral) != neutral for name, neutral in narrowed.items())
+        temperature = named.get("temperature", own.get("temperature", 1.0) if is_sampled or is_named else 0.0)
+        chosen = {"seed": secrets.randbits(63), **own, **named, "temperature": temperature}
+        sampling = Sampling(**chosen, logit_bias=bias, num_logprobs=self.num_logprobs, grammar=grammar)
+        is_plain = not (temperature or sampling.is_penalized or bias or grammar) and self.num_logprobs is None
+        return None if is_plain else sampling
+
+
+def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Parameters:
     """Check all fields.
 
     Args:
         body: Of the request.
         route: `CHAT` or `COMPLETION`.
-        model: The name by which clients call the model.
+        model: The name by which clients call the model; `None` if any name will do.
 
     Raises:
         Refused: A field is not known or not served, or its value is wrong.
@@ -242,10 +278,12 @@ def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
     for name, value in given.items():
         field = FIELDS.get(name)
         if field is None or route not in field.routes:
-            raise Refused(f"`{name}` must be left out, since {route} has no such field.", param=name)
+            known = [each for each, other in FIELDS.items() if route in other.routes]
+            message = f"`{name}` must be left out, since {route} has no such field.{did_you_mean(name, known)}"
+            raise Refused(message, param=name)
         if not field.is_right(value):
             raise _wrong(name, value)
-    if given.get("model", model) != model:
+    if model is not None and given.get("model", model) != model:
         message = f"`model` must be {model!r} or left out, got {_shown(given['model'])}. See /v1/models."
         raise Refused(message, status=404, param="model", code="model_not_found")
     if "stream_options" in given and not given.get("stream"):

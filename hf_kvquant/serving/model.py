@@ -99,11 +99,6 @@ class PatchedModels(ModelManager):
         """The model as OpenAI's API describes it. `created` is when it was loaded."""
         return {"id": self.served_name, "object": "model", "created": self._created, "owned_by": self._owner}
 
-    def text_of(self, token: int) -> str:
-        """The text of one token. Some tokenizers leave out a space at the beginning, so another token goes before."""
-        before = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        return str(self.tokenizer.decode([*before, token])[len(self.tokenizer.decode(before)) :])
-
     def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """See `ModelManager`: the one model."""
         return [self.card()]
