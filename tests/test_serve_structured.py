@@ -247,6 +247,19 @@ def test_a_grammar_that_cannot_be_compiled(running: Running, structure: dict[str
 
 
 @pytest.mark.parametrize(
+    "structure",
+    [{"regex": "\ud800"}, {"choice": ["\ud800"]}, {"grammar": "start: \ud800"}, {"json": {"const": "\ud800"}}],
+    ids=lambda structure: next(iter(structure)),
+)
+def test_halves_of_characters(running: Running, structure: dict[str, Any]) -> None:
+    """JSON can spell half of a surrogate pair."""
+    body = json.dumps({"prompt": "abc", "structured_outputs": structure})
+    response = running.http.post(COMPLETION, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert "`structured_outputs` must be a grammar that can be compiled, got" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     "value",
     [
         5,
@@ -275,13 +288,6 @@ def test_formats_that_are_none(running: Running, value: Any) -> None:
         {},
         {"regex": "a", "choice": ["b"]},
         {"structural_tag": "x"},
-        {"choice": []},
-        {"choice": [1]},
-        {"choice": [""]},
-        {"json": "5"},
-        {"json": "{"},
-        {"json_object": False},
-        {"regex": ""},
     ],
     ids=str,
 )
@@ -290,6 +296,25 @@ def test_structures_that_are_none(running: Running, value: Any) -> None:
     expected = "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`"
     assert message == f"`structured_outputs` must be {expected}, got {value!r}."
     assert param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"choice": []}, "a list of 1 to 1024 texts that are not empty under `choice`, got []"),
+        ({"choice": [1]}, "a list of 1 to 1024 texts that are not empty under `choice`, got [1]"),
+        ({"choice": [""]}, "a list of 1 to 1024 texts that are not empty under `choice`, got ['']"),
+        ({"json": "5"}, "a JSON schema, an object or its text under `json`, got '5'"),
+        ({"json": "{", "regex": None}, "a JSON schema, an object or its text under `json`, got '{'"),
+        ({"json_object": False}, "true under `json_object`, got False"),
+        ({"regex": ""}, "a text that is not empty under `regex`, got ''"),
+        ({"grammar": 5}, "a text that is not empty under `grammar`, got 5"),
+    ],
+    ids=str,
+)
+def test_structures_that_say_nothing(running: Running, value: Any, expected: str) -> None:
+    message, param = told(running, structured_outputs=value)
+    assert (message, param) == (f"`structured_outputs` must have {expected}.", "structured_outputs")
 
 
 def test_two_fields_for_one_grammar(running: Running) -> None:

@@ -341,6 +341,12 @@ def test_tools_that_are_none(tools: Any) -> None:
     assert param == "tools"
 
 
+def test_arguments_that_are_no_object() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+    expected = "`tools` must have `parameters` of the `type` \"object\", got 'string' in 'f'."
+    assert refusal(tools=[TIME, tool]) == (expected, "tools")
+
+
 @pytest.mark.parametrize("choice", ["any", 5, {"type": "function"}, {"type": "allowed_tools", "allowed_tools": {}}])
 def test_choices_that_are_none(choice: Any) -> None:
     expected = '"none", "auto", "required", or an object that names a function of `tools`'
@@ -368,6 +374,10 @@ def test_fields_that_do_not_go_together() -> None:
 @pytest.mark.parametrize(
     "message, told",
     [
+        (
+            {"role": "tool", "tool_call_id": "a"},
+            "a message of the role tool must have a `content`, got none. Write some text.",
+        ),
         ({"role": "tool", "content": "x"}, "a message of the role tool must have a `tool_call_id`, got none."),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},

@@ -112,7 +112,7 @@ class Chats:
                 grammars = self._grammars_of(tools, given)
             grammar = written(*grammars, thoughts_end=end)
             self._grammars.compile(grammar)
-        except BadGrammar as error:
+        except (BadGrammar, UnicodeEncodeError) as error:
             message = f"`{given}` must be a grammar that can be compiled, got one that cannot: {error}."
             raise Refused(message, param=given) from error
         except Unavailable as error:

@@ -8,16 +8,20 @@ it.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from ..batching.sampling import Sampling
 from ..common.errors import did_you_mean
-from .structured import KINDS, is_format, is_structure
-from .tools import MAX_TOOLS, MESSAGE, Tools, is_call, is_choice, is_tools, tools_of
+from .structured import KINDS, is_format, is_structure, shown, wrong_structure
+from .tools import MAX_TOOLS, MESSAGE, ROLES, Tools, is_call, is_choice, is_tools, tools_of, wrong_tools
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETION)
@@ -26,6 +30,17 @@ MAX_CHOICES, MAX_ANSWERS = 128, 1024
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES, MAX_BIAS = 1024, 100
+# What the server itself passes to chat templates. A template of the client's, too, would run on the event loop for as
+# long as it likes.
+RESERVED = {
+    *(
+        name
+        for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind is not each.VAR_KEYWORD
+    ),
+    "messages",
+} - {"documents"}
 
 
 class Refused(Exception):
@@ -52,18 +67,20 @@ class Field:
         is_right: Whether a value is one of them.
         routes: Where it may occur.
         is_served: Whether it has an effect at some value.
+        why_not: Of a value of the right form, what it must be or have besides, in words; `None` if all is right.
     """
 
     expected: str
     is_right: Callable[[Any], bool]
     routes: tuple[str, ...] = BOTH
     is_served: bool = True
+    why_not: Callable[[Any], str | None] = lambda value: None
 
 
 def _without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
     """A field that is not served: it may have the values that change nothing."""
-    shown = "".join(f"{json.dumps(value)} or " for value in neutral)
-    return Field(f"{shown}left out", lambda value: any(_is_same(value, each) for each in neutral), routes, False)
+    values = "".join(f"{json.dumps(value)} or " for value in neutral)
+    return Field(f"{values}left out", lambda value: any(_is_same(value, each) for each in neutral), routes, False)
 
 
 def _elsewhere() -> Field:
@@ -111,9 +128,9 @@ def _is_options_of_stream(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() <= names and all(map(_is_bool, value.values()))
 
 
-def _is_options_of_template(value: Any) -> bool:
-    # A template of the client's would run on the event loop for as long as it likes.
-    return isinstance(value, dict) and "chat_template" not in value
+def _wrong_options_of_template(value: dict[str, Any]) -> str | None:
+    taken = next((name for name in value if name in RESERVED), None)
+    return taken and f"have no `{taken}`, which the server sets. Leave it out"
 
 
 def _is_biases(value: Any) -> bool:
@@ -151,7 +168,12 @@ FIELDS: dict[str, Field] = {
     "top_logprobs": Field(
         f"an integer from 0 to {MAX_LOGPROBS}", lambda value: _is_integer(value, 0, MAX_LOGPROBS), (CHAT,)
     ),
-    "tools": Field(f'a list of up to {MAX_TOOLS} functions, each with the `type` "function"', is_tools, (CHAT,)),
+    "tools": Field(
+        f'a list of up to {MAX_TOOLS} functions, each with the `type` "function"',
+        is_tools,
+        (CHAT,),
+        why_not=wrong_tools,
+    ),
     "tool_choice": Field(
         '"none", "auto", "required", or an object that names a function of `tools`', is_choice, (CHAT,)
     ),
@@ -161,8 +183,12 @@ FIELDS: dict[str, Field] = {
         is_format,
         (CHAT,),
     ),
-    "structured_outputs": Field(f"an object with one of {', '.join(f'`{kind}`' for kind in KINDS)}", is_structure),
-    "chat_template_kwargs": Field("an object without `chat_template`", _is_options_of_template, (CHAT,)),
+    "structured_outputs": Field(
+        f"an object with one of {', '.join(f'`{kind}`' for kind in KINDS)}", is_structure, why_not=wrong_structure
+    ),
+    "chat_template_kwargs": Field(
+        "an object", lambda value: isinstance(value, dict), (CHAT,), why_not=_wrong_options_of_template
+    ),
     # OpenAI's fields for which there is nothing here.
     "audio": _without_effect(routes=(CHAT,)),
     "best_of": _without_effect(1, routes=(COMPLETION,)),
@@ -283,8 +309,11 @@ def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Par
             raise Refused(message, param=name)
         if not field.is_right(value):
             raise _wrong(name, value)
+        why_not = field.why_not(value)
+        if why_not is not None:
+            raise Refused(f"`{name}` must {why_not}.", param=name)
     if model is not None and given.get("model", model) != model:
-        message = f"`model` must be {model!r} or left out, got {_shown(given['model'])}. See /v1/models."
+        message = f"`model` must be {model!r} or left out, got {shown(given['model'])}. See /v1/models."
         raise Refused(message, status=404, param="model", code="model_not_found")
     if "stream_options" in given and not given.get("stream"):
         raise Refused("`stream_options` must come with `stream`, got it alone. Leave it out.", param="stream_options")
@@ -345,7 +374,7 @@ def _tools(given: dict[str, Any]) -> Tools | None:
     if choice not in ("none", "auto") and not names:
         raise Refused("`tool_choice` must come with `tools`, got it alone. Leave it out.", param="tool_choice")
     if isinstance(choice, dict) and choice["function"]["name"] not in names:
-        message = f"`tool_choice` must name one of {names}, got {_shown(choice['function']['name'])}."
+        message = f"`tool_choice` must name one of {names}, got {shown(choice['function']['name'])}."
         raise Refused(message, param="tool_choice")
     found = tools_of(given)
     is_bound = any(given.get(name, {"type": "text"}) != {"type": "text"} for name in STRUCTURE)
@@ -361,21 +390,27 @@ def _check_messages(messages: list[Any] | None) -> None:
         raise _wrong("messages", None)
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(f"`messages` must each have a role, got {_shown(message)}.", param="messages")
+            raise Refused(f"`messages` must each have a role, got {shown(message)}.", param="messages")
+        if message["role"] not in ROLES:
+            expected = f"must be one of {', '.join(ROLES)}"
+            raise Refused(f"the `role` of a message {expected}, got {shown(message['role'])}.", param="messages")
         if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
             raise Refused("a message of the role tool must have a `tool_call_id`, got none.", param="messages")
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(is_call, calls)):
             expected = "calls of functions, each with a name and with a JSON object as its arguments, in text"
-            raise Refused(f"`tool_calls` of a message must be {expected}, got {_shown(calls)}.", param="messages")
+            raise Refused(f"`tool_calls` of a message must be {expected}, got {shown(calls)}.", param="messages")
         for name, value in message.items():
             if name not in MESSAGE and value:
                 raise Refused(f"a message must have no `{name}`, which is not served.", param="messages")
         content = message.get("content")
+        if content is None and not calls:
+            told = f"a message of the role {message['role']} must have a `content`, got none. Write some text."
+            raise Refused(told, param="messages")
         parts = content if isinstance(content, list) else []
         if not isinstance(content, str | list | None) or not all(map(_is_text, parts)):
             expected = "each have a text, or a list of texts, as content"
-            raise Refused(f"`messages` must {expected}, got {_shown(content)}.", param="messages")
+            raise Refused(f"`messages` must {expected}, got {shown(content)}.", param="messages")
 
 
 def _is_text(part: Any) -> bool:
@@ -390,9 +425,4 @@ def _is_same(value: Any, neutral: Any) -> bool:
 def _wrong(name: str, got: Any) -> Refused:
     field = FIELDS[name]
     expected = field.expected if field.is_served else f"{field.expected}, since it is not served"
-    return Refused(f"`{name}` must be {expected}, got {_shown(got)}.", param=name)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return Refused(f"`{name}` must be {expected}, got {shown(got)}.", param=name)
