@@ -42,6 +42,7 @@ class PatchedModels(ModelManager):
 
     Raises:
         DoesNotFit: See `patch`.
+        NotImplementedError: Likewise.
         OSError, ValueError: There is no such model, or it takes more than text.
         BadTemplate: See there.
     """
@@ -77,7 +78,7 @@ class PatchedModels(ModelManager):
         self._prepare(model)
         try:
             return patch(model, self._config)
-        except (NotImplementedError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise DoesNotFit(str(error)) from error
 
     def _load_part(self, model_id_and_revision: str) -> PreTrainedModel:
