@@ -557,6 +557,20 @@ def test_mistakes_leave_no_files(batch: Batch, more: list[str], told: str) -> No
     assert sorted(path.name for path in batch.source.parent.iterdir()) == ["in.jsonl"]
 
 
+def test_a_model_that_is_not_batched_is_told_before_lines_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("hf_kvquant.cli.batch.survey")
+    batch = Batch(models.save(models.family("bloom"), tmp_path / "bloom", eos_token="~"), tmp_path, capsys)
+    batch.write(*prompts(2))
+    code, _, error = batch.run()
+    assert code == 2 and error.count("\n") == 1
+    assert (
+        f"error: batch: {batch.model} cannot be batched like this. init_continuous_batching: BloomForCausalLM " in error
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bloom", "in.jsonl"]
+
+
 @pytest.mark.parametrize(
     "name, value", [("stop_strings", ["a"]), ("forced_eos_token_id", 7), ("bad_words_ids", [[9]]), ("max_time", 0.001)]
 )

@@ -26,7 +26,7 @@ from ..evaluation.errors import Interrupted, Refused, UsageError, is_out_of_memo
 from ..evaluation.preparation import load_calibration
 from ..evaluation.provenance import model_name, sha256
 from ..evaluation.tasks.measure import tell_one_process, this_process_device
-from ..jobs.answers import answered, end_tokens, managed
+from ..jobs.answers import answered, end_tokens, made, start
 from ..jobs.forms import answer_line, error_line
 from ..jobs.lines import SAMPLING, Job, check_sampling, read_jobs
 from ..jobs.output import Done, Output, Writer
@@ -63,7 +63,6 @@ class Work:
     preset: str
     config: KVQuantConfig
     defaults: Defaults
-    found: Survey
     generation_config: GenerationConfig
     batching: Mapping[str, Any]
 
@@ -85,17 +84,19 @@ def run(args: argparse.Namespace) -> None:
     for name in SAMPLING:
         if getattr(args, name) is not None:
             check_sampling(name, getattr(args, name), UsageError, shown=arguments.option(name))
-    source, output = checked_input(args.input), Output(arguments.checked_output(args.output))
-    if output.path.resolve() == source.resolve():
+    path, output = checked_input(args.input), Output(arguments.checked_output(args.output))
+    if output.path.resolve() == path.resolve():
         raise UsageError(f"`--output` must be another file than the input, got {args.output}. Name another.")
     output.check_owned()
     tell_one_process("batch")
     model, tokenizer = loading.load_placed(args, default_device=this_process_device())
     load_calibration(model, args.model)
     defaults = defaults_of(args, model.generation_config)
-    found = survey(source)
     generation_config = generation_config_of(model, defaults)
-    work = Work(model, tokenizer, args.model, args.preset, config, defaults, found, generation_config, batching)
+    work = Work(model, tokenizer, args.model, args.preset, config, defaults, generation_config, batching)
+    with refusing(work), contextlib.ExitStack() as stack:  # before anything is read or written
+        made_for(work, stack)
+    source = survey(path)
     with joined() as processes:
         answer(work, source, output, processes)
 
@@ -123,14 +124,14 @@ def defaults_of(args: argparse.Namespace, generation_config: Any) -> Defaults:
     return Defaults(args.max_new_tokens, args.sample, sampling)
 
 
-def settings_of(work: Work) -> dict[str, Any]:
+def settings_of(work: Work, source: Survey) -> dict[str, Any]:
     """Everything that answers depend on. Pages and devices change at most the order of sums."""
     model = work.model
     smoothing = Path(work.name).expanduser() / FILE_NAME
     return {
         "command": "batch",
         "hf_kvquant": __version__,
-        "input_sha256": work.found.sha256,
+        "input_sha256": source.sha256,
         "model": model_name(work.name),
         "weights_sample_sha256": weights_hash(model),
         "smoothing_sha256": sha256(smoothing) if smoothing.is_file() else None,
@@ -141,10 +142,10 @@ def settings_of(work: Work) -> dict[str, Any]:
     }
 
 
-def answer(work: Work, source: Path, output: Output, processes: Processes) -> None:
+def answer(work: Work, source: Survey, output: Output, processes: Processes) -> None:
     """Answer the lines that the output lacks, and say what became of all."""
-    settings, tally, started = settings_of(work), Tally(), time.monotonic()
-    total = work.found.num_lines
+    settings, tally, started = settings_of(work, source), Tally(), time.monotonic()
+    total = source.num_lines
     try:
         if processes.rank > 0:
             processes.wait()  # until the first has the answers so far in one file
@@ -187,10 +188,10 @@ def show(output: Output, done: Done, total: int, tokens: int, seconds: float) ->
         )
 
 
-def fill(work: Work, source: Path, output: Output, processes: Processes, tally: Tally) -> None:
+def fill(work: Work, source: Survey, output: Output, processes: Processes, tally: Tally) -> None:
     """Answer this process's share of the lines that the output lacks."""
     done = output.done().lines
-    num_missing = work.found.num_lines - len(done)
+    num_missing = source.num_lines - len(done)
     share = (num_missing - processes.rank + processes.count - 1) // processes.count
     if not share:
         return
@@ -199,7 +200,7 @@ def fill(work: Work, source: Path, output: Output, processes: Processes, tally: 
         output.writing(processes.rank, processes.count) as writer,
     ):
         tell(doing="loading")
-        missing = (job for job in read_jobs(source) if job.line not in done)
+        missing = (job for job in read_jobs(source.path) if job.line not in done)
         mine = (job for position, job in enumerate(missing) if processes.is_mine(position))
         with contextlib.ExitStack() as stack:
             manager, room = started(work, stack)
@@ -214,14 +215,28 @@ def fill(work: Work, source: Path, output: Output, processes: Processes, tally: 
 def started(work: Work, stack: contextlib.ExitStack) -> tuple[Any, int]:
     """Start a manager that ends with the stack. Returns it and the number of tokens that its pages hold."""
     try:
-        stack.enter_context(patched(work.model, work.config))
-        return stack.enter_context(managed(work.model, work.generation_config, work.batching, work.grammars))
-    except (ImportError, NotImplementedError, TypeError, ValueError) as error:
-        raise UsageError(f"{work.name} cannot be batched like this. {error}") from error
+        with refusing(work):
+            manager = made_for(work, stack)
+            return manager, start(manager, work.grammars)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise too_large("Nothing was answered in this run.") from error
+
+
+def made_for(work: Work, stack: contextlib.ExitStack) -> Any:
+    """Patch the model and make a manager, both until the stack ends."""
+    stack.enter_context(patched(work.model, work.config))
+    return stack.enter_context(made(work.model, work.generation_config, work.batching))
+
+
+@contextlib.contextmanager
+def refusing(work: Work) -> Iterator[None]:
+    """Name the model where it, or a setting for it, cannot be batched."""
+    try:
+        yield
+    except (ImportError, NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(f"{work.name} cannot be batched like this. {error}") from error
 
 
 def too_large(kept: str) -> UsageError:

@@ -70,34 +70,43 @@ class Answer:
 
 
 @contextlib.contextmanager
-def managed(
-    model: PreTrainedModel, generation_config: GenerationConfig, batching: Mapping[str, Any], grammars: Grammars
-) -> Iterator[tuple[Any, int]]:
-    """A running manager of a patched model, and the number of tokens that its pages hold.
+def made(model: PreTrainedModel, generation_config: GenerationConfig, batching: Mapping[str, Any]) -> Iterator[Any]:
+    """A manager of a patched model, which has taken no memory yet. It ends with the block.
 
     Args:
         model: Patched.
         generation_config: Of all requests.
         batching: Arguments of `ContinuousBatchingConfig`.
-        grammars: Of the model.
 
     Raises:
         ImportError, NotImplementedError, ValueError: Pages do not serve the model or a setting.
-        MemoryError: The pages do not fit.
     """
     check_version()
     init: Any = model.init_continuous_batching
     manager = init(generation_config, ContinuousBatchingConfig(**batching))
-    manager.grammars = grammars
     try:
-        manager.warmup()
-        room = manager.batch_processor.cache.room
-        manager.start()
-        yield manager, room
+        yield manager
     finally:
         if manager.is_running():
             manager.stop(hard_stop=True)
         manager.destroy()
+
+
+def start(manager: Any, grammars: Grammars) -> int:
+    """Let a manager take its memory and run. Returns the number of tokens that its pages hold.
+
+    Args:
+        manager: Of `made`.
+        grammars: Of the model.
+
+    Raises:
+        MemoryError: The pages do not fit.
+    """
+    manager.grammars = grammars
+    manager.warmup()
+    room: int = manager.batch_processor.cache.room
+    manager.start()
+    return room
 
 
 def answered(manager: Any, requests: Iterable[Request], ends: Collection[int]) -> Iterator[Answer]:

@@ -48,10 +48,12 @@ class Survey:
     """What is known of an input after one look at all of it.
 
     Attributes:
+        path: Of the file.
         num_lines: Without blank ones.
         sha256: Of the file.
     """
 
+    path: Path
     num_lines: int
     sha256: str
 
@@ -63,7 +65,7 @@ def survey(path: Path) -> Survey:
         for line in file:
             digest.update(line)
             num_lines += bool(line.strip())
-    return Survey(num_lines, digest.hexdigest())
+    return Survey(path, num_lines, digest.hexdigest())
 
 
 def generation_config_of(model: Any, defaults: Defaults) -> GenerationConfig:
