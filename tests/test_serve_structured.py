@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
 
-from servers import Running, serving
+from servers import NAME, Running, serving
 
 from hf_kvquant.batching import grammars as batching_grammars
 from hf_kvquant.batching.grammars import BadGrammar, Grammars, Unavailable
@@ -31,7 +30,6 @@ from hf_kvquant.serving.fields import CHAT, COMPLETION
 from hf_kvquant.serving.structured import schema_grammar, written
 
 END = "~"
-NAME = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "abc"}]
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -57,18 +55,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.generation_config.eos_token_id = models.VOCAB_SIZE - 2
     options: dict[str, Any] = {"model_max_length": 4096, "chat_template": models.CHAT_TEMPLATE}
     return models.save(model, path, eos_token=END, **options)
-
-
-@pytest.fixture(scope="module")
-def running(folder: str) -> Iterator[Running]:
-    with serving(folder, "none", num_blocks=32, served_name=NAME) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[openai.OpenAI]:
-    with running.openai() as client:
-        yield client
 
 
 def told(running: Running, path: str = CHAT, **fields: Any) -> tuple[str, str]:
