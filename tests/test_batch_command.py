@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -327,6 +330,26 @@ def test_a_line_that_cannot_be_served_leaves_the_others(calling: Batch, monkeypa
         6: None,
     }
     assert calling.lines()[6]["response"]["body"]["choices"][0]["message"]["content"] == "no"
+
+
+def test_openai_lines_without_what_a_server_needs(calling: Batch) -> None:
+    calling.write(*bodies({"stop": "x", "seed": 1, "temperature": 1}, {"tools": [TOOL]}))
+    script = """
+        import importlib.machinery, sys
+
+        class Finder(importlib.machinery.PathFinder):
+            @classmethod
+            def find_spec(cls, name, *arguments):
+                return None if name.partition(".")[0] in MISSING else super().find_spec(name, *arguments)
+
+        sys.meta_path = [Finder if each is importlib.machinery.PathFinder else each for each in sys.meta_path]
+        from hf_kvquant import cli
+        sys.exit(cli.main(ARGUMENTS))
+        """
+    missing = {"fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "psutil", "llguidance"}
+    run = textwrap.dedent(script).replace("MISSING", repr(missing)).replace("ARGUMENTS", repr(calling.arguments()))
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, len(calling.lines())) == (0, 2), done.stderr
 
 
 def test_without_llguidance(calling: Batch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def write_answers(
 ) -> None:
     """Write a line for every job, through a manager whose pages have room for so many tokens."""
     limits, started, told = Limits(context_of(work.model), room), time.monotonic(), 0.0
-    made = Requests(work.model, work.tokenizer, work.grammars, limits, work.defaults)
+    prompts = Requests(work.model, work.tokenizer, work.grammars, limits, work.defaults)
 
     def refuse(job: Job, problem: str) -> None:
         writer.put(error_line(job, problem))
@@ -262,7 +262,7 @@ def write_answers(
     def requests() -> Iterator[Request]:
         for job in jobs:
             try:
-                yield made.of(job)
+                yield prompts.of(job)
             except fields.Refused as problem:
                 refuse(job, str(problem))
 
