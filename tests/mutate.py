@@ -464,8 +464,8 @@ MUTATIONS = [
             "serve_load serve_fields",
         ),
         (
-            "            self.cancel(answer.answer_id)\n        is_ended",
-            "            pass\n        is_ended",
+            "                self.cancel(answer.answer_id)\n        elif",
+            "                pass\n        elif",
             "an answer goes on after its stop string",
             "serve_fields",
         ),
@@ -496,11 +496,35 @@ MUTATIONS = [
             "a thread that ended without a word counts as alive",
             "serve_load",
         ),
+    ),
+    *of(
+        "hf_kvquant/serving/fields.py",
         (
-            "if self._is_sampled or is_named else 0.0",
+            "if is_sampled or is_named else 0.0",
             "if True else 0.0",
             "greedy requests sample",
+            "serve batch_command",
+        ),
+        (
+            "        if content is None and not calls:",
+            "        if False:",
+            "a message may have no content",
             "serve",
+        ),
+    ),
+    *of(
+        "hf_kvquant/jobs/answers.py",
+        (
+            "output.error is not None and not output.error.startswith(FAILED)",
+            "output.error is not None",
+            "a line whose grammar fails ends the run",
+            "batch_command",
+        ),
+        (
+            "    manager.grammars = grammars\n",
+            "",
+            "lines that ask for a grammar end the run",
+            "batch_command",
         ),
     ),
     *of(

@@ -23,6 +23,7 @@ from hf_kvquant.serving.server import Server, bind, start
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 128
+NAME = "org/village"  # of the model that the fixture `running` serves
 
 
 class Running:

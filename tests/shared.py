@@ -1,4 +1,4 @@
-"""Fixtures that all tests share: seeds, unpatched models, devices, engines of ops. `conftest.py` loads them.
+"""Fixtures that tests share: seeds, unpatched models, devices, engines of ops, a server. `conftest.py` loads them.
 
 They are apart because they import torch and transformers, for which the process that hands out tests need not wait.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import models
 import pytest
@@ -16,6 +17,10 @@ from transformers.utils import logging
 
 from hf_kvquant import ops, unpatch
 from hf_kvquant.state import patch_of
+
+if TYPE_CHECKING:
+    import openai
+    from servers import Running
 
 # The tensors of the tests are small: a second thread costs more than it saves, up to five times the run time on a busy
 # machine. Tests of threads ask for more.
@@ -67,3 +72,22 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
         module.set_cpu_capability(None)
     else:
         yield device
+
+
+@pytest.fixture(scope="module")
+def running(folder: str) -> Iterator[Running]:
+    """A server of the module's `folder`, by the name `servers.NAME`.
+
+    Without codes, of which the order of sums would change one now and then, and with it an answer.
+    """
+    from servers import NAME, serving  # needs what comes with an extra
+
+    with serving(folder, "none", num_blocks=32, served_name=NAME) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of that server."""
+    with running.openai() as client:
+        yield client

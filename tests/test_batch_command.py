@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +21,14 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from waiting import until
 
 from hf_kvquant import cli, patched
+from hf_kvquant.batching import grammars
+from hf_kvquant.batching.grammars import Grammars
 from hf_kvquant.evaluation.preparation import load
 from hf_kvquant.jobs import answers
 from hf_kvquant.jobs.lines import Job, parse
 from hf_kvquant.jobs.output import Writer
 from hf_kvquant.jobs.prompts import Request
+from hf_kvquant.serving.reading import Reader
 from hf_kvquant.upstream.releases import HAS_PAGES, HAS_STATES
 
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
@@ -136,13 +142,13 @@ def test_an_end_token_ends_an_answer(batch: Batch) -> None:
 
 
 def test_messages_in_both_forms(batch: Batch) -> None:
-    messages = [{"role": "user", "content": "once"}]
+    messages = [{"role": "user", "content": "on ce"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "ce"}]}]
     body = {"model": "any", "messages": parts, "max_tokens": 6, "temperature": 0, "n": 1, "stop": None, "user": "me"}
     batch.write(
         {"id": 7, "messages": messages},
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body},
-        {"prompt": "user: once\nassistant: "},
+        {"prompt": "user: on ce\nassistant: "},
         {"custom_id": "b", "body": {**body, "messages": messages * 3}},
     )
     code, _, _ = batch.run("--max-new-tokens", "6")
@@ -151,8 +157,8 @@ def test_messages_in_both_forms(batch: Batch) -> None:
     assert (lines[1]["id"], lines[1]["text"]) == (7, lines[3]["text"])
     answer = lines[2]["response"]["body"]
     assert (lines[2]["custom_id"], lines[2]["error"], lines[2]["response"]["status_code"]) == ("a", None, 200)
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": lines[3]["text"]}
-    assert answer["usage"] == {"prompt_tokens": 22, "completion_tokens": 6, "total_tokens": 28}
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": lines[3]["text"], "refusal": None}
+    assert answer["usage"] == {"prompt_tokens": 23, "completion_tokens": 6, "total_tokens": 29}
     assert lines[4]["custom_id"] == "b" and lines[4]["response"] is None
     assert "fit the model's chat template, got: too many" in lines[4]["error"]["message"]
 
@@ -184,12 +190,12 @@ def test_a_bounded_number_of_requests_is_in_the_manager() -> None:
         return GenerationOutput(str(done), generated_tokens=[2], status=RequestStatus.FINISHED)
 
     manager = SimpleNamespace(continuous_batching_config=SimpleNamespace(max_requests_per_batch=8))
-    manager.add_request = lambda tokens, max_new_tokens: str(taken - 1)
+    manager.add_request = lambda tokens, max_new_tokens, streaming: str(taken - 1)
     manager.get_result = get_result
-    found = answers.answered(manager, requests(), lambda request: {})
+    found = answers.answered(manager, requests(), {3})
     for done in range(50):
-        request, tokens = next(found)
-        assert (request.job.line, tokens) == (done + 1, [2])
+        answer = next(found)
+        assert (answer.request.job.line, answer.tokens, answer.is_complete) == (done + 1, [2], False)
         assert taken - done <= 10
 
 
@@ -202,6 +208,157 @@ def test_a_manager_that_fails_ends_the_run(batch: Batch, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="a kernel failed"):
         cli.main(batch.arguments())
     assert not batch.output.exists() and not batch.settings.exists()
+
+
+# --- OpenAI's lines, as the server answers them -----------------------------------------------------------------------
+
+HERMES = (
+    "{% if tools %}{{ tools | tojson }} Call with <tool_call>.{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Bo"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+REQUIRED = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+
+
+@pytest.fixture
+def calling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Batch:
+    """With a model whose template knows tools, and which has an end token. It does not write that by itself."""
+    model = models.build("llama", max_position_embeddings=1024)
+    model.generation_config.eos_token_id = models.VOCAB_SIZE - 2
+    options: dict[str, Any] = {"eos_token": "~", "model_max_length": 1024, "chat_template": HERMES}
+    return Batch(models.save(model, tmp_path / "model", **options), tmp_path, capsys)
+
+
+def bodies(*more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of lines with further fields."""
+    common = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 24}
+    return [{"custom_id": str(number), "body": {**common, **each}} for number, each in enumerate(more)]
+
+
+def test_openai_lines_get_what_the_server_answers(calling: Batch) -> None:
+    """In one run, with other lines. A line that says nothing has the length of the option."""
+    pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
+    pytest.importorskip("httpx2", reason="pinned for Python 3.11 and later")
+    from servers import serving
+
+    name = calling.model
+    with serving(name, "none", num_blocks=16) as running:
+
+        def answer(body: dict[str, Any]) -> dict[str, Any]:
+            found: dict[str, Any] = running.http.post("/v1/chat/completions", json=body).json()
+            return found
+
+        whole = answer(bodies({})[0]["body"])["choices"][0]["message"]["content"]
+        lines = bodies(
+            {},
+            {"response_format": FORMAT, "max_tokens": 200},
+            {"structured_outputs": {"regex": "[a-c]{5}"}, "temperature": 1.5, "seed": 3},
+            {"stop": whole[4:6], "max_tokens": 900},
+            {"logprobs": True, "top_logprobs": 2, "presence_penalty": 1, "logit_bias": {"5": 3}},
+            {"tools": [TOOL]},
+            {"tools": [TOOL], "tool_choice": "none", "response_format": {"type": "text"}},
+            REQUIRED,
+        )
+        expected = [answer(line["body"]) for line in lines]
+    calling.write(*lines, {"prompt": "once"})
+    code, output, error = calling.run("--preset", "none")
+    assert (code, error) == (0, "") and "9 of 9 lines answered" in output
+    for number, (line, own) in enumerate(zip(lines, expected, strict=True), 1):
+        found = calling.lines()[number]["response"]["body"]
+        assert found.keys() == own.keys() and found["usage"] == own["usage"], line
+        tokens = []
+        for choice in (found["choices"][0], own["choices"][0]):
+            for call in choice["message"].get("tool_calls", ()):
+                assert len(call.pop("id")) == 9
+            told = (choice.pop("logprobs") or {"content": ()})["content"]
+            tokens.append([(each["token"], len(each["top_logprobs"]), round(each["logprob"], 2)) for each in told])
+        assert tokens[0] == tokens[1] and bool(tokens[0]) == line["body"].get("logprobs", False)
+        assert found["choices"] == own["choices"], line
+    choices = [calling.lines()[number]["response"]["body"]["choices"][0] for number in range(1, 9)]
+    assert choices[1]["finish_reason"] == "stop" and json.loads(choices[1]["message"]["content"])["age"] < 100
+    assert choices[3]["message"]["content"] == whole[: whole.index(whole[4:6])]
+    assert choices[7]["finish_reason"] == "tool_calls"
+    assert json.loads(choices[7]["message"]["tool_calls"][0]["function"]["arguments"])["name"] in ("Ada", "Bo")
+
+
+def test_a_line_that_cannot_be_served_leaves_the_others(calling: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose grammar fails when half of the answer is there, and one that no parser can read."""
+    pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
+    begin, feed = Grammars.begin, Reader.feed
+
+    def broken(self: Grammars, grammar: str, tokens: list[int]) -> Any:
+        progress = begin(self, grammar, tokens)
+        if "x+" in grammar:
+            progress.matcher.consume_token(1)
+        return progress
+
+    def unreadable(self: Reader, text: str) -> list[Any]:
+        if text.startswith("yes"):
+            raise ValueError("odd")
+        return feed(self, text)
+
+    monkeypatch.setattr(Grammars, "begin", broken)
+    monkeypatch.setattr(Reader, "feed", unreadable)
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    odd = {"type": "function", "function": {"name": "g"}}
+    calling.write(
+        *bodies(
+            {"structured_outputs": {"regex": "("}},
+            {"structured_outputs": {"regex": "x+"}},
+            {"tools": [strict]},
+            {"structured_outputs": {"choice": ["yes"]}, "tools": [odd]},
+            {"logit_bias": {"5000": 1}},
+            {"structured_outputs": {"choice": ["no"]}, "tools": [odd]},
+        )
+    )
+    code, _, error = calling.run()
+    assert code == 1 and error.count("is left out") == 5
+    found = {number: line["error"] and line["error"]["message"] for number, line in calling.lines().items()}
+    assert found.pop(1).startswith("`structured_outputs` must be a grammar that can be compiled, got one that cannot")
+    assert found.pop(2).startswith("the grammar of the answer must stay simple enough to be followed, got: ")
+    assert found.pop(3).startswith("`tools` needs a token with which calls begin")
+    assert found == {
+        4: "the answer cannot be read: odd",
+        5: "`logit_bias` must be for token ids below 96, as many as the model has, got 5000.",
+        6: None,
+    }
+    assert calling.lines()[6]["response"]["body"]["choices"][0]["message"]["content"] == "no"
+
+
+def test_openai_lines_without_what_a_server_needs(calling: Batch) -> None:
+    calling.write(*bodies({"stop": "x", "seed": 1, "temperature": 1}, {"tools": [TOOL]}))
+    script = """
+        import importlib.machinery, sys
+
+        class Finder(importlib.machinery.PathFinder):
+            @classmethod
+            def find_spec(cls, name, *arguments):
+                return None if name.partition(".")[0] in MISSING else super().find_spec(name, *arguments)
+
+        sys.meta_path = [Finder if each is importlib.machinery.PathFinder else each for each in sys.meta_path]
+        from hf_kvquant import cli
+        sys.exit(cli.main(ARGUMENTS))
+        """
+    missing = {"fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "psutil", "llguidance"}
+    run = textwrap.dedent(script).replace("MISSING", repr(missing)).replace("ARGUMENTS", repr(calling.arguments()))
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, len(calling.lines())) == (0, 2), done.stderr
+
+
+def test_without_llguidance(calling: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars.importlib.util, "find_spec", lambda name: None)
+    calling.write(*bodies({"response_format": FORMAT}, {}))
+    assert calling.run()[0] == 1
+    reason = "needs the package llguidance, got none. Install it: pip install 'hf-kvquant[structured]'."
+    assert calling.lines()[1]["error"]["message"] == f"`response_format` {reason}"
+    assert calling.lines()[2]["error"] is None
 
 
 # --- bad lines --------------------------------------------------------------------------------------------------------
@@ -229,23 +386,27 @@ USER = {"role": "user", "content": "x"}
         ({"prompt": "a", "temperature": 10**400}, "`temperature` must be a number from 0, got 1000"),
         ({"prompt": "a", "top_p": 0}, "`top_p` must be above 0 and at most 1, got 0."),
         ({"prompt": "a", "top_k": 1.5}, "`top_k` must be a number of tokens from 1, got 1.5."),
-        ({"messages": []}, "`messages` must be a list with a message in it, got a list."),
-        ({"messages": ["x"]}, "a message must be a JSON object with `role` and `content`."),
-        ({"messages": [{"role": "user"}]}, "the `content` of a message must be text, got nothing."),
-        ({"messages": [{**USER, "name": "x"}]}, "a message must have `role` and `content` only, got 'name'."),
+        ({"messages": []}, "`messages` must be a list of messages, got []."),
+        ({"messages": ["x"]}, "`messages` must each have a role, got 'x'."),
+        ({"messages": [{"role": "user"}]}, "a message of the role user must have a `content`, got none."),
+        ({"messages": [{**USER, "audio": "x"}]}, "a message must have no `audio`, which is not served."),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "the `content` of a message must be text, got a list.",
+            "`messages` must each have a text, or a list of texts, as content, got [{'type': 'image_url'}].",
         ),
         ({"custom_id": 3, "body": {}}, "`custom_id` must be text, got int."),
         ({"custom_id": "a"}, "`body` must be a JSON object, got nothing."),
         ({**CHAT, "url": "/v1/embeddings", "body": {}}, "`method` and `url` must be POST and /v1/chat/completions"),
-        ({**CHAT, "body": {"messages": [USER], "seed": 1}}, "`body` must have no 'seed', which is not supported."),
-        ({**CHAT, "body": {"messages": [USER], "n": 2}}, "`n` must be 1 or left out, got 2."),
-        ({**CHAT, "body": {"messages": [USER], "stop": ["x"]}}, "`stop` must be [] or left out, got ['x']."),
+        (
+            {**CHAT, "body": {"messages": [USER], "sed": 1}},
+            "`sed` must be left out, since /v1/chat/completions has no such field. Did you mean 'seed'?",
+        ),
+        ({**CHAT, "body": {"messages": [USER], "n": 2}}, "`n` must be 1 or left out, got 2. Write the line several "),
+        ({**CHAT, "body": {"messages": [USER], "stream": True}}, "`stream` must be false or left out, got true."),
+        ({**CHAT, "body": {"messages": [USER], "tools": [{}]}}, "`tools` must be a list of up to 128 functions, each"),
         (
             {**CHAT, "body": {"messages": [USER], "max_tokens": 1, "max_completion_tokens": 2}},
-            "`max_tokens` and `max_completion_tokens` must agree. Leave one out.",
+            "`max_tokens` and `max_completion_tokens` must agree, got two lengths. Leave one out.",
         ),
     ],
 )  # fmt: skip
@@ -417,6 +578,20 @@ def test_mistakes_leave_no_files(batch: Batch, more: list[str], told: str) -> No
     code, _, error = batch.run(*more)
     assert code == 2 and told in error and error.count("\n") == 1
     assert sorted(path.name for path in batch.source.parent.iterdir()) == ["in.jsonl"]
+
+
+def test_a_model_that_is_not_batched_is_told_before_lines_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("hf_kvquant.cli.batch.survey")
+    batch = Batch(models.save(models.family("bloom"), tmp_path / "bloom", eos_token="~"), tmp_path, capsys)
+    batch.write(*prompts(2))
+    code, _, error = batch.run()
+    assert code == 2 and error.count("\n") == 1
+    assert (
+        f"error: batch: {batch.model} cannot be batched like this. init_continuous_batching: BloomForCausalLM " in error
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bloom", "in.jsonl"]
 
 
 @pytest.mark.parametrize(

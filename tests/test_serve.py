@@ -287,14 +287,41 @@ HELLO = [{"role": "user", "content": "Hello"}]
             {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2},
             "`max_tokens` and ",
         ),
-        (CHAT, {"messages": [{"role": "user", "audio": {"id": "x"}}]}, "a message must have no `audio`, which is not"),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "audio": {"id": "x"}}]},
+            "a message must have no `audio`, which is not",
+        ),
         (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "`response_format` must be an object"),
         (
             CHAT,
             {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
-            "`chat_template_kwargs` must be an",
+            "`chat_template_kwargs` must have no `chat_template`, which the server sets. Leave it out.",
         ),
-        (CHAT, {"messages": HELLO, "chat_template_kwargs": 3}, "`chat_template_kwargs` must be an object without"),
+        *(
+            (
+                CHAT,
+                {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False, name: 1}},
+                f"`chat_template_kwargs` must have no `{name}`, which the server sets. Leave it out.",
+            )
+            for name in ("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "return_dict")
+        ),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": 3}, "`chat_template_kwargs` must be an object, got 3."),
+        (
+            CHAT,
+            {"messages": [{"role": "usr", "content": "x"}]},
+            "the `role` of a message must be one of system, developer, user, assistant, tool, got 'usr'.",
+        ),
+        (
+            CHAT,
+            {"messages": [*HELLO, {"role": "assistant", "content": None}]},
+            "a message of the role assistant must have a `content`, got none. Write some text.",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            "`messages` must be Unicode text, got surrogates",
+        ),
         (
             CHAT,
             {"messages": HELLO, "tools": [{}]},
@@ -331,7 +358,7 @@ def test_errors_reach_the_openai_client(running: Running) -> None:
 def test_a_model_without_a_chat_template() -> None:
     with serving(str(REFERENCE), num_blocks=2) as running:
         response = running.http.post(CHAT, json={"messages": HELLO})
-        assert response.status_code == 400 and "chat_template is not set" in response.json()["error"]["message"]
+        assert response.status_code == 400 and "must come with a chat template, and" in response.text
 
 
 @pytest.mark.parametrize("method, path", [("POST", "/reset"), ("POST", "/load_model"), ("GET", "/docs"), ("GET", "/")])

@@ -141,12 +141,12 @@ def test_the_page_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
     "options, message",
     [
         (["--preset", "int9"], "`--preset` must be one of "),
-        (["--preset", "int4-token:4+128"], "`--preset int4-token:4+128` does not serve "),
+        (["--preset", "int4-token:4+128"], "{folder} cannot be served like this. "),
         (["--cb-page-size", "100"], "`--cb-page-size` must be a multiple of 128 tokens, got 100."),
         (["--cb-block-size", "0"], "`--cb-page-size` must be at least 1, got 0."),
         (["--cb-num-blocks", "0"], "`--cb-num-blocks` must be at least 1, got 0."),
         (["--cb-max-memory-percent", "90"], "`--cb-max-memory-percent` must be above 0 and at most 1, got 90.0."),
-        (["--cb-use-cuda-graph"], "`--preset int8` does not serve "),
+        (["--cb-use-cuda-graph"], "{folder} cannot be served like this. "),
         (["--max-waiting", "0"], "`--max-waiting` must be at least 1, got 0."),
         (["--api-key", ""], "`--api-key` must have a character, got none. Leave it out for the default."),
         (["--served-model-name", ""], "`--served-model-name` must have a character, got none."),
@@ -171,7 +171,7 @@ def test_mistakes(
     code = cli.main(["serve", folder, *sizes, "--port", "0", *options])
     error = capsys.readouterr().err
     assert code == 2
-    assert error.startswith(f"hf-kvquant: error: serve: {message}")
+    assert error.startswith("hf-kvquant: error: serve: " + message.replace("{folder}", folder))
     assert error.count("\n") == 1
 
 
@@ -187,9 +187,7 @@ def test_settings_of_the_model_that_would_be_dropped(
     sizes = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0", "--device", "cpu")
     assert cli.main(["serve", str(path), *sizes]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(
-        f"hf-kvquant: error: serve: `--preset int8` does not serve {path}. init_continuous_batching"
-    )
+    assert error.startswith(f"hf-kvquant: error: serve: {path} cannot be served like this. init_continuous_batching")
     assert "got stop_strings=['a']. Leave out" in error and "(generation_config.json) sets stop_strings." in error
     assert error.count("\n") == 1
 
@@ -200,6 +198,25 @@ def test_a_preset_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixtur
     error = capsys.readouterr().err
     assert error.startswith(f"hf-kvquant: error: serve: `--preset int4-g32` does not fit {narrow}. ")
     assert "`group_size` must divide head_dim 40, got 32" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "init_continuous_batching: BloomForCausalLM does not have the attention implementation that patch"),
+        (
+            "mamba",
+            "KVQuantCache: mamba has only layers of type ",
+        ),
+    ],
+)
+def test_a_model_that_is_not_served(name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By pages, or by any preset. Presets are not to blame."""
+    path = models.save(models.family(name) if name == "bloom" else models.build(name), tmp_path / name, eos_token="~")
+    assert cli.main(["serve", path, "--port", "0", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hf-kvquant: error: serve: {path} cannot be served like this. {reason}")
+    assert error.count("\n") == 1
 
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
 
-from servers import Running, serving
+from servers import NAME, Running, serving
 
 from hf_kvquant.batching import grammars as batching_grammars
 from hf_kvquant.batching.grammars import BadGrammar, Grammars, Unavailable
@@ -31,7 +30,6 @@ from hf_kvquant.serving.fields import CHAT, COMPLETION
 from hf_kvquant.serving.structured import schema_grammar, written
 
 END = "~"
-NAME = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "abc"}]
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -57,18 +55,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.generation_config.eos_token_id = models.VOCAB_SIZE - 2
     options: dict[str, Any] = {"model_max_length": 4096, "chat_template": models.CHAT_TEMPLATE}
     return models.save(model, path, eos_token=END, **options)
-
-
-@pytest.fixture(scope="module")
-def running(folder: str) -> Iterator[Running]:
-    with serving(folder, "none", num_blocks=32, served_name=NAME) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[openai.OpenAI]:
-    with running.openai() as client:
-        yield client
 
 
 def told(running: Running, path: str = CHAT, **fields: Any) -> tuple[str, str]:
@@ -247,6 +233,19 @@ def test_a_grammar_that_cannot_be_compiled(running: Running, structure: dict[str
 
 
 @pytest.mark.parametrize(
+    "structure",
+    [{"regex": "\ud800"}, {"choice": ["\ud800"]}, {"grammar": "start: \ud800"}, {"json": {"const": "\ud800"}}],
+    ids=lambda structure: next(iter(structure)),
+)
+def test_halves_of_characters(running: Running, structure: dict[str, Any]) -> None:
+    """JSON can spell half of a surrogate pair."""
+    body = json.dumps({"prompt": "abc", "structured_outputs": structure})
+    response = running.http.post(COMPLETION, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert "`structured_outputs` must be a grammar that can be compiled, got" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     "value",
     [
         5,
@@ -275,13 +274,6 @@ def test_formats_that_are_none(running: Running, value: Any) -> None:
         {},
         {"regex": "a", "choice": ["b"]},
         {"structural_tag": "x"},
-        {"choice": []},
-        {"choice": [1]},
-        {"choice": [""]},
-        {"json": "5"},
-        {"json": "{"},
-        {"json_object": False},
-        {"regex": ""},
     ],
     ids=str,
 )
@@ -290,6 +282,25 @@ def test_structures_that_are_none(running: Running, value: Any) -> None:
     expected = "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`"
     assert message == f"`structured_outputs` must be {expected}, got {value!r}."
     assert param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"choice": []}, "a list of 1 to 1024 texts that are not empty under `choice`, got []"),
+        ({"choice": [1]}, "a list of 1 to 1024 texts that are not empty under `choice`, got [1]"),
+        ({"choice": [""]}, "a list of 1 to 1024 texts that are not empty under `choice`, got ['']"),
+        ({"json": "5"}, "a JSON schema, an object or its text under `json`, got '5'"),
+        ({"json": "{", "regex": None}, "a JSON schema, an object or its text under `json`, got '{'"),
+        ({"json_object": False}, "true under `json_object`, got False"),
+        ({"regex": ""}, "a text that is not empty under `regex`, got ''"),
+        ({"grammar": 5}, "a text that is not empty under `grammar`, got 5"),
+    ],
+    ids=str,
+)
+def test_structures_that_say_nothing(running: Running, value: Any, expected: str) -> None:
+    message, param = told(running, structured_outputs=value)
+    assert (message, param) == (f"`structured_outputs` must have {expected}.", "structured_outputs")
 
 
 def test_two_fields_for_one_grammar(running: Running) -> None:

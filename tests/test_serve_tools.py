@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hf_kvquant.upstream.releases import HAS_PAGES
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
-from servers import Running, serving
+from servers import NAME, Running, serving
 
 from hf_kvquant.batching.grammars import Grammars
 from hf_kvquant.serving.fields import CHAT, Refused, parameters_of
@@ -29,7 +28,6 @@ from hf_kvquant.serving.tools import FORMATS, ToolCall, Tools, for_template, for
 from hf_kvquant.serving.writing import Writer
 
 END = "~"
-NAME = "tiny"
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} Call with <tool_call>.{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -55,18 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = models.build("llama", max_position_embeddings=4096)
     model.generation_config.eos_token_id = models.VOCAB_SIZE - 2
     return models.save(model, path, eos_token=END, model_max_length=4096, chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def running(folder: str) -> Iterator[Running]:
-    with serving(folder, "none", num_blocks=32, served_name=NAME) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[openai.OpenAI]:
-    with running.openai() as client:
-        yield client
 
 
 def tools_of(*tools: dict[str, Any], **more: Any) -> Tools:
@@ -341,6 +327,12 @@ def test_tools_that_are_none(tools: Any) -> None:
     assert param == "tools"
 
 
+def test_arguments_that_are_no_object() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+    expected = "`tools` must have `parameters` of the `type` \"object\", got 'string' in 'f'."
+    assert refusal(tools=[TIME, tool]) == (expected, "tools")
+
+
 @pytest.mark.parametrize("choice", ["any", 5, {"type": "function"}, {"type": "allowed_tools", "allowed_tools": {}}])
 def test_choices_that_are_none(choice: Any) -> None:
     expected = '"none", "auto", "required", or an object that names a function of `tools`'
@@ -368,6 +360,10 @@ def test_fields_that_do_not_go_together() -> None:
 @pytest.mark.parametrize(
     "message, told",
     [
+        (
+            {"role": "tool", "tool_call_id": "a"},
+            "a message of the role tool must have a `content`, got none. Write some text.",
+        ),
         ({"role": "tool", "content": "x"}, "a message of the role tool must have a `tool_call_id`, got none."),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,8 @@ import tqdm.auto
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..batching.sampling import KEY, SETTINGS
+from ..batching.grammars import Grammars
+from ..batching.sampling import SETTINGS
 from ..calibration.smoothing_file import FILE_NAME
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
@@ -24,16 +26,17 @@ from ..evaluation.errors import Interrupted, Refused, UsageError, is_out_of_memo
 from ..evaluation.preparation import load_calibration
 from ..evaluation.provenance import model_name, sha256
 from ..evaluation.tasks.measure import tell_one_process, this_process_device
-from ..jobs.answers import answered, end_tokens, managed
+from ..jobs.answers import answered, end_tokens, made, start
 from ..jobs.forms import answer_line, error_line
-from ..jobs.lines import SAMPLING, BadLine, Job, check_sampling, read_jobs
+from ..jobs.lines import SAMPLING, Job, check_sampling, read_jobs
 from ..jobs.output import Done, Output, Writer
 from ..jobs.processes import Processes, joined
-from ..jobs.prompts import Limits, Request, request_of
+from ..jobs.prompts import Limits, Request, Requests
 from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
-from ..models.text_config import context_of
+from ..models.text_config import context_of, text_config_of
 from ..patching import patched
+from ..serving import fields
 from . import arguments, loading
 
 # Bad lines that are told on stderr. All of them are in the output.
@@ -60,9 +63,18 @@ class Work:
     preset: str
     config: KVQuantConfig
     defaults: Defaults
-    found: Survey
     generation_config: GenerationConfig
     batching: Mapping[str, Any]
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return end_tokens(self.generation_config)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Of the model."""
+        return Grammars(self.tokenizer, text_config_of(self.model).vocab_size, self.ends)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -72,17 +84,19 @@ def run(args: argparse.Namespace) -> None:
     for name in SAMPLING:
         if getattr(args, name) is not None:
             check_sampling(name, getattr(args, name), UsageError, shown=arguments.option(name))
-    source, output = checked_input(args.input), Output(arguments.checked_output(args.output))
-    if output.path.resolve() == source.resolve():
+    path, output = checked_input(args.input), Output(arguments.checked_output(args.output))
+    if output.path.resolve() == path.resolve():
         raise UsageError(f"`--output` must be another file than the input, got {args.output}. Name another.")
     output.check_owned()
     tell_one_process("batch")
     model, tokenizer = loading.load_placed(args, default_device=this_process_device())
     load_calibration(model, args.model)
     defaults = defaults_of(args, model.generation_config)
-    found = survey(source)
     generation_config = generation_config_of(model, defaults)
-    work = Work(model, tokenizer, args.model, args.preset, config, defaults, found, generation_config, batching)
+    work = Work(model, tokenizer, args.model, args.preset, config, defaults, generation_config, batching)
+    with refusing(work), contextlib.ExitStack() as stack:  # before anything is read or written
+        made_for(work, stack)
+    source = survey(path)
     with joined() as processes:
         answer(work, source, output, processes)
 
@@ -110,14 +124,14 @@ def defaults_of(args: argparse.Namespace, generation_config: Any) -> Defaults:
     return Defaults(args.max_new_tokens, args.sample, sampling)
 
 
-def settings_of(work: Work) -> dict[str, Any]:
+def settings_of(work: Work, source: Survey) -> dict[str, Any]:
     """Everything that answers depend on. Pages and devices change at most the order of sums."""
     model = work.model
     smoothing = Path(work.name).expanduser() / FILE_NAME
     return {
         "command": "batch",
         "hf_kvquant": __version__,
-        "input_sha256": work.found.sha256,
+        "input_sha256": source.sha256,
         "model": model_name(work.name),
         "weights_sample_sha256": weights_hash(model),
         "smoothing_sha256": sha256(smoothing) if smoothing.is_file() else None,
@@ -128,10 +142,10 @@ def settings_of(work: Work) -> dict[str, Any]:
     }
 
 
-def answer(work: Work, source: Path, output: Output, processes: Processes) -> None:
+def answer(work: Work, source: Survey, output: Output, processes: Processes) -> None:
     """Answer the lines that the output lacks, and say what became of all."""
-    settings, tally, started = settings_of(work), Tally(), time.monotonic()
-    total = work.found.num_lines
+    settings, tally, started = settings_of(work, source), Tally(), time.monotonic()
+    total = source.num_lines
     try:
         if processes.rank > 0:
             processes.wait()  # until the first has the answers so far in one file
@@ -174,10 +188,10 @@ def show(output: Output, done: Done, total: int, tokens: int, seconds: float) ->
         )
 
 
-def fill(work: Work, source: Path, output: Output, processes: Processes, tally: Tally) -> None:
+def fill(work: Work, source: Survey, output: Output, processes: Processes, tally: Tally) -> None:
     """Answer this process's share of the lines that the output lacks."""
     done = output.done().lines
-    num_missing = work.found.num_lines - len(done)
+    num_missing = source.num_lines - len(done)
     share = (num_missing - processes.rank + processes.count - 1) // processes.count
     if not share:
         return
@@ -186,7 +200,7 @@ def fill(work: Work, source: Path, output: Output, processes: Processes, tally: 
         output.writing(processes.rank, processes.count) as writer,
     ):
         tell(doing="loading")
-        missing = (job for job in read_jobs(source) if job.line not in done)
+        missing = (job for job in read_jobs(source.path) if job.line not in done)
         mine = (job for position, job in enumerate(missing) if processes.is_mine(position))
         with contextlib.ExitStack() as stack:
             manager, room = started(work, stack)
@@ -201,14 +215,28 @@ def fill(work: Work, source: Path, output: Output, processes: Processes, tally: 
 def started(work: Work, stack: contextlib.ExitStack) -> tuple[Any, int]:
     """Start a manager that ends with the stack. Returns it and the number of tokens that its pages hold."""
     try:
-        stack.enter_context(patched(work.model, work.config))
-        return stack.enter_context(managed(work.model, work.generation_config, work.batching))
-    except (ImportError, NotImplementedError, TypeError, ValueError) as error:
-        raise UsageError(f"{work.name} cannot be batched like this. {error}") from error
+        with refusing(work):
+            manager = made_for(work, stack)
+            return manager, start(manager, work.grammars)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise too_large("Nothing was answered in this run.") from error
+
+
+def made_for(work: Work, stack: contextlib.ExitStack) -> Any:
+    """Patch the model and make a manager, both until the stack ends."""
+    stack.enter_context(patched(work.model, work.config))
+    return stack.enter_context(made(work.model, work.generation_config, work.batching))
+
+
+@contextlib.contextmanager
+def refusing(work: Work) -> Iterator[None]:
+    """Name the model where it, or a setting for it, cannot be batched."""
+    try:
+        yield
+    except (ImportError, NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(f"{work.name} cannot be batched like this. {error}") from error
 
 
 def too_large(kept: str) -> UsageError:
@@ -223,27 +251,27 @@ def write_answers(
     work: Work, jobs: Iterator[Job], manager: Any, room: int, writer: Writer, tally: Tally, tell: Tell
 ) -> None:
     """Write a line for every job, through a manager whose pages have room for so many tokens."""
-    limits = Limits(context_of(work.model), room)
-    ends, started, told = end_tokens(work.generation_config), time.monotonic(), 0.0
+    limits, started, told = Limits(context_of(work.model), room), time.monotonic(), 0.0
+    prompts = Requests(work.model, work.tokenizer, work.grammars, limits, work.defaults)
+
+    def refuse(job: Job, problem: str) -> None:
+        writer.put(error_line(job, problem))
+        report(job, problem, tally)
+        tell(1)
 
     def requests() -> Iterator[Request]:
         for job in jobs:
             try:
-                yield request_of(job, work.tokenizer, limits, work.defaults.max_new_tokens)
-            except BadLine as problem:
-                writer.put(error_line(job, str(problem)))
-                report(job, str(problem), tally)
-                tell(1)
+                yield prompts.of(job)
+            except fields.Refused as problem:
+                refuse(job, str(problem))
 
-    def options_of(request: Request) -> dict[str, Any]:
-        sampling = work.defaults.of(request.job)
-        return {} if sampling is None else {KEY: sampling}
-
-    for request, tokens in answered(manager, requests(), options_of):
-        is_ended = bool(tokens) and tokens[-1] in ends
-        text = work.tokenizer.decode(tokens, skip_special_tokens=True)
-        writer.put(answer_line(request, str(text), len(tokens), is_ended, work.name))
-        tally.done, tally.tokens = tally.done + 1, tally.tokens + len(tokens)
+    for answer in answered(manager, requests(), work.ends):
+        if answer.problem is not None:
+            refuse(answer.request.job, answer.problem)
+            continue
+        writer.put(answer_line(answer, work.tokenizer, work.name))
+        tally.done, tally.tokens = tally.done + 1, tally.tokens + len(answer.tokens)
         now = time.monotonic()
         is_due = now - told > TELL_S
         told = now if is_due else told

@@ -100,6 +100,8 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
             )
     except DoesNotFit as error:
         raise UsageError(f"`--preset {args.preset}` does not fit {args.model}. {error}") from error
+    except NotImplementedError as error:
+        raise not_served(args, error) from error
     except BadTemplate as error:
         raise UsageError(f"`--chat-template` must be a Jinja template, got {file}: {error}. Correct it.") from error
     model = models.model
@@ -112,7 +114,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
         how = {"max_waiting": args.max_waiting, "is_sampled": args.sample, "enable_cors": args.enable_cors}
         return start(models, batching, **how, api_key=args.api_key)
     except (ImportError, NotImplementedError, ValueError) as error:
-        raise UsageError(f"`--preset {args.preset}` does not serve {args.model}. {error}") from error
+        raise not_served(args, error) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -120,6 +122,11 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
             f"`--cb-num-blocks` and `--cb-max-batch-tokens` must fit into the memory that {type(model).__name__} "
             f"leaves on {device}, got more. Make one smaller. {error}"
         ) from error
+
+
+def not_served(args: argparse.Namespace, error: Exception) -> UsageError:
+    """The error if a model, or a setting for it, is not served."""
+    return UsageError(f"{args.model} cannot be served like this. {error}")
 
 
 def check_packages() -> None:

@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import Any
 
+from ..upstream.releases import HAS_PAGES
+from .answers import Answer
 from .lines import Job
-from .prompts import Request
+
+if HAS_PAGES:
+    from ..serving.forms import ChatForm, Usage
 
 
-def answer_line(request: Request, text: str, num_new: int, is_ended: bool, model: str) -> dict[str, Any]:
+def answer_line(answer: Answer, tokenizer: Any, model: str) -> dict[str, Any]:
     """The line of an answer.
 
     Args:
-        request: What was asked.
-        text: The answer.
-        num_new: Its tokens.
-        is_ended: Whether a token ended it, and not its length.
+        answer: That has ended, without a problem.
+        tokenizer: Of the model.
         model: The model's name.
     """
-    reason, num_prompt = "stop" if is_ended else "length", len(request.tokens)
-    if not request.job.is_openai:
+    request, num_new = answer.request, len(answer.tokens)
+    job, num_prompt = request.job, len(request.tokens)
+    if answer.piece is None or request.writer is None:
         return {
-            "line": request.job.line,
-            "id": request.job.id,
-            "text": text,
-            "finish_reason": reason,
+            "line": job.line,
+            "id": job.id,
+            "text": str(tokenizer.decode(answer.tokens, skip_special_tokens=True)),
+            "finish_reason": "stop" if answer.is_complete else "length",
             "prompt_tokens": num_prompt,
             "output_tokens": num_new,
         }
     name = uuid.uuid4().hex
-    body = {
-        "id": f"chatcmpl-{name}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": None,
-                "finish_reason": reason,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-        },
-    }
+    form, usage = ChatForm(name, model), Usage(num_prompt, request.writer.num_tokens)
+    body = form.whole([form.choice(answer.piece)], usage)
     response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
-    return {**_openai(request.job), "response": response, "error": None}
+    return {**_openai(job), "response": response, "error": None}
 
 
 def error_line(job: Job, problem: str) -> dict[str, Any]:

@@ -3,8 +3,9 @@
     {"prompt": "text"}   or   {"messages": [{"role": "user", "content": "text"}]}
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-The first may have an `id` and settings. The second is a line of OpenAI's batch format, with settings in its body. A
-setting that would change the answer and is not supported makes the line bad: it is never ignored.
+The first may have an `id` and settings. The second is a line of OpenAI's batch format, whose body the server would
+answer likewise: the code that reads it is the server's. A setting that would change the answer and is not supported
+makes the line bad: it is never ignored.
 """
 
 from __future__ import annotations
@@ -16,29 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import did_you_mean
+from ..serving.fields import CHAT, COMPLETION, Parameters, Refused, parameters_of
 
 SAMPLING = ("temperature", "top_p", "top_k")
-_URL = "/v1/chat/completions"
 _OURS = ("id", "prompt", "messages", "max_new_tokens", *SAMPLING)
-# Of a body, what is the same for an answer that is neither streamed nor one of several, by its value.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stream": (False,),
-    "logprobs": (False,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "stop": ([],),
-    "tools": ([],),
-    "response_format": ({"type": "text"},),
-}
-# Of a body, what does not change the answer.
-_NOTES = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
-_LIMITS = ("max_tokens", "max_completion_tokens")
 _LARGEST = 2**31  # of a setting: transformers keeps them in 32 bits
 
 
-class BadLine(ValueError):
+class BadLine(Refused):
     """A line that cannot be answered. Its text says why, in a sentence."""
 
     def __init__(self, why: str) -> None:
@@ -53,18 +39,16 @@ class Job:
         line: Its number, from 1.
         id: As the user gave it, any JSON value; `None` if there is none.
         is_openai: Whether its answer has OpenAI's form.
-        prompt: Text or messages.
-        max_new_tokens: `None` for the default.
-        sampling: The settings of `SAMPLING` that the line has.
+        body: Of a request to the server that asks for the same; empty if something is wrong.
+        asked: What the body asks for; `None` likewise.
         problem: Why the line cannot be answered; `None` if nothing is wrong with it.
     """
 
     line: int
     id: Any = None
     is_openai: bool = False
-    prompt: str | list[dict[str, str]] = ""
-    max_new_tokens: int | None = None
-    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    body: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    asked: Parameters | None = None
     problem: str | None = None
 
 
@@ -86,7 +70,7 @@ def parse(number: int, line: bytes) -> Job:
             job = dataclasses.replace(job, id=item.get("custom_id"), is_openai=True)
             return _openai_job(job, item)
         return _own_job(job, item)
-    except BadLine as problem:
+    except Refused as problem:
         return dataclasses.replace(job, problem=str(problem))
 
 
@@ -107,10 +91,15 @@ def _own_job(job: Job, item: Mapping[str, Any]) -> Job:
     if ("prompt" in item) == ("messages" in item):
         found = "both" if "prompt" in item else "neither"
         raise BadLine(f"the line must have either `prompt` or `messages`, got {found}")
-    prompt = _text(item) if "prompt" in item else _messages(item)
-    return dataclasses.replace(
-        job, prompt=prompt, max_new_tokens=_count(item, "max_new_tokens"), sampling=_sampling(item)
-    )
+    for name in SAMPLING:
+        if item.get(name) is not None:
+            check_sampling(name, item[name], BadLine)
+    settings = {"max_tokens": _count(item, "max_new_tokens"), **{name: item.get(name) for name in SAMPLING}}
+    if "prompt" in item:
+        body, route = {"prompt": _text(item), **settings}, COMPLETION
+    else:
+        body, route = {"messages": item["messages"], **settings}, CHAT
+    return dataclasses.replace(job, body=body, asked=parameters_of(body, route, None))
 
 
 def _openai_job(job: Job, item: Mapping[str, Any]) -> Job:
@@ -119,20 +108,14 @@ def _openai_job(job: Job, item: Mapping[str, Any]) -> Job:
     body = item.get("body")
     if not isinstance(body, dict):
         raise BadLine(f"`body` must be a JSON object, got {_type(body)}")
-    if item.get("method", "POST") != "POST" or item.get("url", _URL) != _URL:
-        raise BadLine(f"`method` and `url` must be POST and {_URL}, got {item.get('method')!r} and {item.get('url')!r}")
-    known = ("messages", *_LIMITS, *SAMPLING, *_NEUTRAL, *_NOTES)
-    for name, value in body.items():
-        if name not in known and value is not None:
-            raise BadLine(f"`body` must have no '{name}', which is not supported.{did_you_mean(name, known)}")
-        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-            raise BadLine(f"`{name}` must be {_NEUTRAL[name][0]!r} or left out, got {value!r}")
-    limits = {_count(body, name) for name in _LIMITS if body.get(name) is not None}
-    if len(limits) > 1:
-        raise BadLine("`max_tokens` and `max_completion_tokens` must agree. Leave one out")
-    return dataclasses.replace(
-        job, prompt=_messages(body), max_new_tokens=next(iter(limits), None), sampling=_sampling(body)
-    )
+    if item.get("method", "POST") != "POST" or item.get("url", CHAT) != CHAT:
+        raise BadLine(f"`method` and `url` must be POST and {CHAT}, got {item.get('method')!r} and {item.get('url')!r}")
+    asked = parameters_of(body, CHAT, None)
+    if asked.is_streamed:
+        raise BadLine("`stream` must be false or left out, got true")
+    if asked.num_choices > 1:
+        raise BadLine(f"`n` must be 1 or left out, got {asked.num_choices}. Write the line several times")
+    return dataclasses.replace(job, body=body, asked=asked)
 
 
 def _text(item: Mapping[str, Any]) -> str:
@@ -142,41 +125,11 @@ def _text(item: Mapping[str, Any]) -> str:
     return prompt
 
 
-def _messages(item: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = item.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadLine(f"`messages` must be a list with a message in it, got {_type(messages)}")
-    return [_message(message) for message in messages]
-
-
-def _message(message: Any) -> dict[str, str]:
-    """A message of a role and text. The content may also be a list of parts that are text."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadLine("a message must be a JSON object with `role` and `content`")
-    for name, value in message.items():
-        if name not in ("role", "content") and value:
-            raise BadLine(f"a message must have `role` and `content` only, got '{name}'")
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        texts = [part.get("text") for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    if not isinstance(content, str):
-        raise BadLine(f"the `content` of a message must be text, got {_type(message.get('content'))}")
-    return {"role": message["role"], "content": content}
-
-
 def _count(item: Mapping[str, Any], name: str) -> int | None:
     value = item.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LARGEST):
         raise BadLine(f"`{name}` must be a number of tokens from 1, got {value!r}")
     return value
-
-
-def _sampling(item: Mapping[str, Any]) -> dict[str, float]:
-    given = {name: item[name] for name in SAMPLING if item.get(name) is not None}
-    for name, value in given.items():
-        check_sampling(name, value, BadLine)
-    return {name: value if name == "top_k" else float(value) for name, value in given.items()}
 
 
 def check_sampling(name: str, value: Any, error: Callable[[str], Exception], *, shown: str | None = None) -> None:

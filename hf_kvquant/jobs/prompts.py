@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..batching.grammars import Grammars
+from ..batching.sampling import Sampling
+from ..models.text_config import text_config_of
+from ..upstream.releases import HAS_PAGES
 from .lines import BadLine, Job
+from .sampling import Defaults
+
+if HAS_PAGES:
+    from ..serving.chats import Chats
+    from ..serving.writing import Writer, text_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +27,17 @@ class Request:
         job: What was asked.
         tokens: Of the prompt.
         max_new_tokens: At most this many are written.
+        sampling: How tokens are chosen; `None` for the most likely ones.
+        writer: Makes an answer in OpenAI's form; `None` for a line in our own.
+        is_followed: Whether somebody has to see each token as it comes.
     """
 
     job: Job
     tokens: list[int]
     max_new_tokens: int
+    sampling: Sampling | None = None
+    writer: Writer | None = None
+    is_followed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +65,57 @@ class Limits:
             raise BadLine(f"the request must fit the cache's {self.cache} tokens, got {asked}. See --cb-num-blocks")
 
 
-def request_of(job: Job, tokenizer: PreTrainedTokenizerBase, limits: Limits, max_new_tokens: int) -> Request:
-    """The request of a job. `max_new_tokens` is for jobs that do not say.
+class Requests:
+    """Makes requests of jobs.
 
-    Raises:
-        BadLine: The job cannot be answered.
+    Args:
+        model: That answers.
+        tokenizer: Of the model.
+        grammars: Likewise.
+        limits: Of every request.
+        defaults: For jobs that do not say.
     """
-    if job.problem is not None:
-        raise BadLine(job.problem)
-    tokens = _text_tokens(job.prompt, tokenizer) if isinstance(job.prompt, str) else _chat_tokens(job, tokenizer)
-    if not tokens:
-        raise BadLine("the prompt must have a token, got none")
-    new = max_new_tokens if job.max_new_tokens is None else job.max_new_tokens
-    limits.check(len(tokens), new)
-    return Request(job, tokens, new)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        grammars: Grammars,
+        limits: Limits,
+        defaults: Defaults,
+    ) -> None:
+        self._tokenizer, self._limits, self._defaults = tokenizer, limits, defaults
+        self._vocab_size = text_config_of(model).vocab_size
+        self._chats = Chats(model, tokenizer, grammars)
+        self._text_of = functools.lru_cache(2**16)(functools.partial(text_of, tokenizer))
+
+    def of(self, job: Job) -> Request:
+        """The request of a job.
+
+        Raises:
+            Refused: The job cannot be answered.
+        """
+        asked = job.asked
+        if asked is None:
+            raise BadLine(job.problem or "the line cannot be read")
+        if "prompt" in job.body:
+            tokens = _text_tokens(job.body["prompt"], self._tokenizer)
+        else:
+            tokens = self._chats.tokens_of(job.body, asked.tools)
+        if not tokens:
+            raise BadLine("the prompt must have a token, got none")
+        new = asked.max_new_tokens or self._defaults.max_new_tokens
+        self._limits.check(len(tokens), new)
+        writer = grammar = None
+        if job.is_openai:
+            if not self._tokenizer.is_fast:
+                raise BadLine("a line in OpenAI's form must have a model with a fast tokenizer. Use `messages` alone")
+            reader = self._chats.reader(tokens, asked.tools)
+            grammar = self._chats.grammar(asked, reader)
+            shown = None if asked.num_logprobs is None else self._text_of
+            writer = Writer(self._tokenizer, asked.stop, reader, shown)
+        sampling = self._defaults.of(asked, self._vocab_size, grammar)
+        return Request(job, tokens, new, sampling, writer, asked.ends_by_text)
 
 
 def _text_tokens(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -71,20 +124,3 @@ def _text_tokens(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
         raise BadLine(f"`prompt` must be Unicode text, got {error.reason}") from error
     return list(tokenizer(prompt).input_ids)
-
-
-def _chat_tokens(job: Job, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if tokenizer.chat_template is None:
-        raise BadLine("`messages` must come with a chat template, and the model's tokenizer has none. Use `prompt`")
-    from jinja2 import TemplateError  # optional, and transformers says so if it is missing
-
-    assert not isinstance(job.prompt, str)
-    try:
-        text = tokenizer.apply_chat_template(job.prompt, add_generation_prompt=True, tokenize=False)
-        assert isinstance(text, str)
-        text.encode()
-    except TemplateError as error:
-        raise BadLine(f"`messages` must fit the model's chat template, got: {error}") from error
-    except UnicodeEncodeError as error:
-        raise BadLine(f"`messages` must be Unicode text, got {error.reason}") from error
-    return list(tokenizer(text, add_special_tokens=False).input_ids)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..batching.sampling import Sampling, greedy_config
-from .lines import SAMPLING, Job
+from ..serving.fields import Parameters
+from .lines import SAMPLING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +32,9 @@ class Defaults:
     is_sampled: bool
     sampling: Mapping[str, float]
 
-    def of(self, job: Job) -> Sampling | None:
-        """How the tokens of a job are chosen; `None` if they are the most likely ones.
-
-        A job that has a setting is sampled, unless its temperature is 0.
-        """
-        settings: dict[str, Any] = {"temperature": 1.0, **self.sampling, **job.sampling}
-        if not (self.is_sampled or job.sampling) or settings["temperature"] == 0:
-            return None
-        return Sampling(**settings, seed=secrets.randbits(63))
+    def of(self, asked: Parameters, vocab_size: int, grammar: str | None) -> Sampling | None:
+        """See `Parameters.sampling`."""
+        return asked.sampling(self.sampling, is_sampled=self.is_sampled, vocab_size=vocab_size, grammar=grammar)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything by name, for a file."""
@@ -54,10 +48,12 @@ class Survey:
     """What is known of an input after one look at all of it.
 
     Attributes:
+        path: Of the file.
         num_lines: Without blank ones.
         sha256: Of the file.
     """
 
+    path: Path
     num_lines: int
     sha256: str
 
@@ -69,7 +65,7 @@ def survey(path: Path) -> Survey:
         for line in file:
             digest.update(line)
             num_lines += bool(line.strip())
-    return Survey(num_lines, digest.hexdigest())
+    return Survey(path, num_lines, digest.hexdigest())
 
 
 def generation_config_of(model: Any, defaults: Defaults) -> GenerationConfig:

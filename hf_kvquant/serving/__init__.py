@@ -5,4 +5,7 @@ transformers loads models, schedules and has the routes. This room patches the m
 (`structured.py`), passes tokens on to those that are still open (`generation.py`, `requests.py`), makes text and calls
 of them (`writing.py`, `reading.py`) and answers of that (`forms.py`), refuses what would stop the server (`front.py`),
 counts (`metrics.py`) and ends in good order (`server.py`).
+
+`jobs` reads and answers lines of OpenAI's batches with `fields.py`, `chats.py`, `writing.py` and `forms.py`. These, and
+what they import, need no package of the server's.
 """

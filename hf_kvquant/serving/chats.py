@@ -34,14 +34,20 @@ class Chats:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, grammars: Grammars) -> None:
         self._model, self._tokenizer, self._grammars = model, tokenizer, grammars
 
-    def text_of(self, body: Mapping[str, Any], tools: Tools | None) -> str:
-        """The prompt of a chat, as text.
+    def tokens_of(self, body: Mapping[str, Any], tools: Tools | None) -> list[int]:
+        """The prompt of a chat.
+
+        Args:
+            body: Of a request, checked.
+            tools: What it says about tools.
 
         Raises:
-            Refused: The template has no place for tools.
-            Exception: The template does not take the messages.
+            Refused: There is no template, or it does not take the messages or tools.
         """
         messages = body["messages"]
+        if self._tokenizer.chat_template is None:
+            message = "`messages` must come with a chat template, and the model's tokenizer has none. Use `prompt`."
+            raise Refused(message, param="messages")
         if tools is not None:
             self._check_tools()
         elif any(message.get("tool_calls") for message in messages) and not self._takes_tools:
@@ -49,18 +55,21 @@ class Chats:
                 "`messages` must have no `tool_calls`, since the model's chat template has no place for tools.",
                 param="messages",
             )
-        text = self._tokenizer.apply_chat_template(
-            for_template(messages),
-            tools=None if tools is None else tools.given,
-            add_generation_prompt=True,
-            tokenize=False,
-            **(body.get("chat_template_kwargs") or {}),
-        )
-        return str(text)
-
-    def tokens_of(self, body: Mapping[str, Any], tools: Tools | None) -> list[int]:
-        """The prompt of a chat."""
-        return list(self._tokenizer(self.text_of(body, tools), add_special_tokens=False)["input_ids"])
+        try:
+            text = self._tokenizer.apply_chat_template(
+                for_template(messages),
+                tools=None if tools is None else tools.given,
+                add_generation_prompt=True,
+                tokenize=False,
+                **(body.get("chat_template_kwargs") or {}),
+            )
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+            raise Refused(f"`messages` must be Unicode text, got {error.reason}.", param="messages") from error
+        except Exception as error:  # a template is a program
+            told = str(error).rstrip(".") or type(error).__name__
+            raise Refused(f"`messages` must fit the model's chat template, got: {told}.", param="messages") from error
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def reader(self, prompt: list[int], tools: Tools | None) -> Reader | None:
         """What reads an answer; `None` if it is plain text. Without tools, what looks like a call stays text."""
@@ -103,7 +112,7 @@ class Chats:
                 grammars = self._grammars_of(tools, given)
             grammar = written(*grammars, thoughts_end=end)
             self._grammars.compile(grammar)
-        except BadGrammar as error:
+        except (BadGrammar, UnicodeEncodeError) as error:
             message = f"`{given}` must be a grammar that can be compiled, got one that cannot: {error}."
             raise Refused(message, param=given) from error
         except Unavailable as error:

@@ -8,13 +8,20 @@ it.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .structured import KINDS, is_format, is_structure
-from .tools import MAX_TOOLS, MESSAGE, Tools, is_call, is_choice, is_tools, tools_of
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..batching.sampling import Sampling
+from ..common.errors import did_you_mean
+from .structured import KINDS, is_format, is_structure, shown, wrong_structure
+from .tools import MAX_TOOLS, MESSAGE, ROLES, Tools, is_call, is_choice, is_tools, tools_of, wrong_tools
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETION)
@@ -23,6 +30,17 @@ MAX_CHOICES, MAX_ANSWERS = 128, 1024
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES, MAX_BIAS = 1024, 100
+# What the server itself passes to chat templates. A template of the client's, too, would run on the event loop for as
+# long as it likes.
+RESERVED = {
+    *(
+        name
+        for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind is not each.VAR_KEYWORD
+    ),
+    "messages",
+} - {"documents"}
 
 
 class Refused(Exception):
@@ -49,18 +67,20 @@ class Field:
         is_right: Whether a value is one of them.
         routes: Where it may occur.
         is_served: Whether it has an effect at some value.
+        why_not: Of a value of the right form, what it must be or have besides, in words; `None` if all is right.
     """
 
     expected: str
     is_right: Callable[[Any], bool]
     routes: tuple[str, ...] = BOTH
     is_served: bool = True
+    why_not: Callable[[Any], str | None] = lambda value: None
 
 
 def _without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
     """A field that is not served: it may have the values that change nothing."""
-    shown = "".join(f"{json.dumps(value)} or " for value in neutral)
-    return Field(f"{shown}left out", lambda value: any(_is_same(value, each) for each in neutral), routes, False)
+    values = "".join(f"{json.dumps(value)} or " for value in neutral)
+    return Field(f"{values}left out", lambda value: any(_is_same(value, each) for each in neutral), routes, False)
 
 
 def _elsewhere() -> Field:
@@ -108,9 +128,9 @@ def _is_options_of_stream(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() <= names and all(map(_is_bool, value.values()))
 
 
-def _is_options_of_template(value: Any) -> bool:
-    # A template of the client's would run on the event loop for as long as it likes.
-    return isinstance(value, dict) and "chat_template" not in value
+def _wrong_options_of_template(value: dict[str, Any]) -> str | None:
+    taken = next((name for name in value if name in RESERVED), None)
+    return taken and f"have no `{taken}`, which the server sets. Leave it out"
 
 
 def _is_biases(value: Any) -> bool:
@@ -148,7 +168,12 @@ FIELDS: dict[str, Field] = {
     "top_logprobs": Field(
         f"an integer from 0 to {MAX_LOGPROBS}", lambda value: _is_integer(value, 0, MAX_LOGPROBS), (CHAT,)
     ),
-    "tools": Field(f'a list of up to {MAX_TOOLS} functions, each with the `type` "function"', is_tools, (CHAT,)),
+    "tools": Field(
+        f'a list of up to {MAX_TOOLS} functions, each with the `type` "function"',
+        is_tools,
+        (CHAT,),
+        why_not=wrong_tools,
+    ),
     "tool_choice": Field(
         '"none", "auto", "required", or an object that names a function of `tools`', is_choice, (CHAT,)
     ),
@@ -158,8 +183,12 @@ FIELDS: dict[str, Field] = {
         is_format,
         (CHAT,),
     ),
-    "structured_outputs": Field(f"an object with one of {', '.join(f'`{kind}`' for kind in KINDS)}", is_structure),
-    "chat_template_kwargs": Field("an object without `chat_template`", _is_options_of_template, (CHAT,)),
+    "structured_outputs": Field(
+        f"an object with one of {', '.join(f'`{kind}`' for kind in KINDS)}", is_structure, why_not=wrong_structure
+    ),
+    "chat_template_kwargs": Field(
+        "an object", lambda value: isinstance(value, dict), (CHAT,), why_not=_wrong_options_of_template
+    ),
     # OpenAI's fields for which there is nothing here.
     "audio": _without_effect(routes=(CHAT,)),
     "best_of": _without_effect(1, routes=(COMPLETION,)),
@@ -226,14 +255,47 @@ class Parameters:
         """The field that says what answers must match; `None` if they may be any text."""
         return next((name for name, value in self.structure.items() if value != {"type": "text"}), None)
 
+    @property
+    def ends_by_text(self) -> bool:
+        """Whether some text may end an answer before its last token: a stop string, or the only call there may be."""
+        return bool(self.stop) or (self.tools is not None and not self.tools.is_parallel)
 
-def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
+    def sampling(
+        self, own: Mapping[str, Any], *, is_sampled: bool, vocab_size: int, grammar: str | None = None
+    ) -> Sampling | None:
+        """How tokens are chosen; `None` if they are the most likely ones. Without a seed, it gets one nobody knows.
+
+        Args:
+            own: Settings of `batching.sampling.SETTINGS` for what the body does not say.
+            is_sampled: Whether a body that says nothing is sampled.
+            vocab_size: Logits of the model.
+            grammar: What the answer must match, compiled.
+
+        Raises:
+            Refused: A bias is for a token that the model does not have.
+        """
+        bias = {int(token): float(value) for token, value in self.settings.get("logit_bias", {}).items() if value}
+        for token in bias:
+            if token >= vocab_size:
+                expected = f"for token ids below {vocab_size}, as many as the model has"
+                raise Refused(f"`logit_bias` must be {expected}, got {token}.", param="logit_bias")
+        named = {name: value for name, value in self.settings.items() if name != "logit_bias"}
+        narrowed = {"top_p": 1, "top_k": 0, "min_p": 0}
+        is_named = any(named.get(name, neutral) != neutral for name, neutral in narrowed.items())
+        temperature = named.get("temperature", own.get("temperature", 1.0) if is_sampled or is_named else 0.0)
+        chosen = {"seed": secrets.randbits(63), **own, **named, "temperature": temperature}
+        sampling = Sampling(**chosen, logit_bias=bias, num_logprobs=self.num_logprobs, grammar=grammar)
+        is_plain = not (temperature or sampling.is_penalized or bias or grammar) and self.num_logprobs is None
+        return None if is_plain else sampling
+
+
+def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Parameters:
     """Check all fields.
 
     Args:
         body: Of the request.
         route: `CHAT` or `COMPLETION`.
-        model: The name by which clients call the model.
+        model: The name by which clients call the model; `None` if any name will do.
 
     Raises:
         Refused: A field is not known or not served, or its value is wrong.
@@ -242,11 +304,16 @@ def parameters_of(body: dict[str, Any], route: str, model: str) -> Parameters:
     for name, value in given.items():
         field = FIELDS.get(name)
         if field is None or route not in field.routes:
-            raise Refused(f"`{name}` must be left out, since {route} has no such field.", param=name)
+            known = [each for each, other in FIELDS.items() if route in other.routes]
+            message = f"`{name}` must be left out, since {route} has no such field.{did_you_mean(name, known)}"
+            raise Refused(message, param=name)
         if not field.is_right(value):
             raise _wrong(name, value)
-    if given.get("model", model) != model:
-        message = f"`model` must be {model!r} or left out, got {_shown(given['model'])}. See /v1/models."
+        why_not = field.why_not(value)
+        if why_not is not None:
+            raise Refused(f"`{name}` must {why_not}.", param=name)
+    if model is not None and given.get("model", model) != model:
+        message = f"`model` must be {model!r} or left out, got {shown(given['model'])}. See /v1/models."
         raise Refused(message, status=404, param="model", code="model_not_found")
     if "stream_options" in given and not given.get("stream"):
         raise Refused("`stream_options` must come with `stream`, got it alone. Leave it out.", param="stream_options")
@@ -307,7 +374,7 @@ def _tools(given: dict[str, Any]) -> Tools | None:
     if choice not in ("none", "auto") and not names:
         raise Refused("`tool_choice` must come with `tools`, got it alone. Leave it out.", param="tool_choice")
     if isinstance(choice, dict) and choice["function"]["name"] not in names:
-        message = f"`tool_choice` must name one of {names}, got {_shown(choice['function']['name'])}."
+        message = f"`tool_choice` must name one of {names}, got {shown(choice['function']['name'])}."
         raise Refused(message, param="tool_choice")
     found = tools_of(given)
     is_bound = any(given.get(name, {"type": "text"}) != {"type": "text"} for name in STRUCTURE)
@@ -323,21 +390,27 @@ def _check_messages(messages: list[Any] | None) -> None:
         raise _wrong("messages", None)
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(f"`messages` must each have a role, got {_shown(message)}.", param="messages")
+            raise Refused(f"`messages` must each have a role, got {shown(message)}.", param="messages")
+        if message["role"] not in ROLES:
+            expected = f"must be one of {', '.join(ROLES)}"
+            raise Refused(f"the `role` of a message {expected}, got {shown(message['role'])}.", param="messages")
         if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
             raise Refused("a message of the role tool must have a `tool_call_id`, got none.", param="messages")
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(is_call, calls)):
             expected = "calls of functions, each with a name and with a JSON object as its arguments, in text"
-            raise Refused(f"`tool_calls` of a message must be {expected}, got {_shown(calls)}.", param="messages")
+            raise Refused(f"`tool_calls` of a message must be {expected}, got {shown(calls)}.", param="messages")
         for name, value in message.items():
             if name not in MESSAGE and value:
                 raise Refused(f"a message must have no `{name}`, which is not served.", param="messages")
         content = message.get("content")
+        if content is None and not calls:
+            told = f"a message of the role {message['role']} must have a `content`, got none. Write some text."
+            raise Refused(told, param="messages")
         parts = content if isinstance(content, list) else []
         if not isinstance(content, str | list | None) or not all(map(_is_text, parts)):
             expected = "each have a text, or a list of texts, as content"
-            raise Refused(f"`messages` must {expected}, got {_shown(content)}.", param="messages")
+            raise Refused(f"`messages` must {expected}, got {shown(content)}.", param="messages")
 
 
 def _is_text(part: Any) -> bool:
@@ -352,9 +425,4 @@ def _is_same(value: Any, neutral: Any) -> bool:
 def _wrong(name: str, got: Any) -> Refused:
     field = FIELDS[name]
     expected = field.expected if field.is_served else f"{field.expected}, since it is not served"
-    return Refused(f"`{name}` must be {expected}, got {_shown(got)}.", param=name)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return Refused(f"`{name}` must be {expected}, got {shown(got)}.", param=name)

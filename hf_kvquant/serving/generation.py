@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import secrets
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -25,7 +23,7 @@ from ..batching.grammars import Grammars, Unavailable
 from ..batching.manager import Manager
 from ..batching.sampling import KEY, SETTINGS, Sampling, greedy_config
 from ..models.text_config import context_of, text_config_of
-from .fields import Refused
+from .fields import Parameters, Refused
 from .metrics import Metrics
 from .requests import OpenRequest, OpenRequests, Router
 from .writing import Writer
@@ -236,35 +234,10 @@ class Generation:
         if name is None:
             raise CBWorkerDeadError("the generation thread has ended and takes no requests; restart the server")
 
-    def sampling_of(
-        self, settings: Mapping[str, Any], num_logprobs: int | None, grammar: str | None = None
-    ) -> Sampling | None:
-        """How a request chooses its tokens; `None` if it takes the most likely ones.
-
-        What it does not say is the model's own. Without a seed, it gets one that nobody knows.
-
-        Args:
-            settings: Fields of `fields.SETTINGS`, checked.
-            num_logprobs: See `Sampling`.
-            grammar: Likewise, compiled.
-
-        Raises:
-            Refused: A bias is for a token that the model does not have.
-        """
-        bias = {int(token): float(value) for token, value in settings.get("logit_bias", {}).items() if value}
-        for token in bias:
-            if token >= self._vocab_size:
-                expected = f"for token ids below {self._vocab_size}, as many as the model has"
-                raise Refused(f"`logit_bias` must be {expected}, got {token}.", param="logit_bias")
+    def sampling_of(self, asked: Parameters, grammar: str | None) -> Sampling | None:
+        """See `Parameters.sampling`: what a request does not say is the model's own."""
         own = {name: value for name in SETTINGS if (value := getattr(self._own, name, None))}
-        named = {name: value for name, value in settings.items() if name != "logit_bias"}
-        narrowed = {"top_p": 1, "top_k": 0, "min_p": 0}
-        is_named = any(named.get(name, neutral) != neutral for name, neutral in narrowed.items())
-        temperature = named.get("temperature", own.get("temperature", 1.0) if self._is_sampled or is_named else 0.0)
-        chosen = {"seed": secrets.randbits(63), **own, **named, "temperature": temperature}
-        sampling = Sampling(**chosen, logit_bias=bias, num_logprobs=num_logprobs, grammar=grammar)
-        is_plain = not (temperature or sampling.is_penalized or bias or grammar) and num_logprobs is None
-        return None if is_plain else sampling
+        return asked.sampling(own, is_sampled=self._is_sampled, vocab_size=self._vocab_size, grammar=grammar)
 
     def _end_tokens(self) -> list[int]:
         ends = self._own.eos_token_id

@@ -23,7 +23,7 @@ from .model import PatchedModels
 from .pieces import Piece
 from .reading import Reader
 from .requests import OpenRequest
-from .writing import Writer
+from .writing import Writer, text_of
 
 
 class Handler:
@@ -38,7 +38,7 @@ class Handler:
     def __init__(self, models: PatchedModels, generation: Generation, route: str) -> None:
         self._models, self._generation, self._route = models, generation, route
         self._chats = Chats(models.model, models.tokenizer, generation.grammars)
-        self._text_of = functools.lru_cache(2**16)(models.text_of)
+        self._text_of = functools.lru_cache(2**16)(functools.partial(text_of, models.tokenizer))
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request that the front door has let in.
@@ -52,11 +52,11 @@ class Handler:
         prompts = self._prompts(body, asked)
         limits = [self._generation.new_tokens(len(prompt), asked.max_new_tokens) for prompt in prompts]
         readers = [self._reader(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
-        text_of = None if asked.num_logprobs is None else self._text_of
-        writers = [Writer(self._models.tokenizer, asked.stop, reader, text_of) for reader in readers]
+        shown = None if asked.num_logprobs is None else self._text_of
+        writers = [Writer(self._models.tokenizer, asked.stop, reader, shown) for reader in readers]
         is_free = asked.structure_name is None and asked.tools is None
         grammar = None if is_free else await asyncio.to_thread(self._chats.grammar, asked, readers[0])
-        sampling = self._generation.sampling_of(asked.settings, asked.num_logprobs, grammar)
+        sampling = self._generation.sampling_of(asked, grammar)
         for index, writer in enumerate(writers):
             number, choice = divmod(index, asked.num_choices)
             self._generation.submit(
@@ -64,7 +64,7 @@ class Handler:
                 prompts[number],
                 limits[number],
                 writer,
-                is_followed=asked.is_streamed or bool(asked.stop),
+                is_followed=asked.is_streamed or asked.ends_by_text,
                 sampling=sampling and dataclasses.replace(sampling, choice=choice),
             )
         echoes = self._echoes(body, asked)

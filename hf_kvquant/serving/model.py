@@ -42,6 +42,7 @@ class PatchedModels(ModelManager):
 
     Raises:
         DoesNotFit: See `patch`.
+        NotImplementedError: Likewise.
         OSError, ValueError: There is no such model, or it takes more than text.
         BadTemplate: See there.
     """
@@ -77,7 +78,7 @@ class PatchedModels(ModelManager):
         self._prepare(model)
         try:
             return patch(model, self._config)
-        except (NotImplementedError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise DoesNotFit(str(error)) from error
 
     def _load_part(self, model_id_and_revision: str) -> PreTrainedModel:
@@ -98,11 +99,6 @@ class PatchedModels(ModelManager):
     def card(self) -> dict[str, Any]:
         """The model as OpenAI's API describes it. `created` is when it was loaded."""
         return {"id": self.served_name, "object": "model", "created": self._created, "owned_by": self._owner}
-
-    def text_of(self, token: int) -> str:
-        """The text of one token. Some tokenizers leave out a space at the beginning, so another token goes before."""
-        before = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        return str(self.tokenizer.decode([*before, token])[len(self.tokenizer.decode(before)) :])
 
     def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """See `ModelManager`: the one model."""

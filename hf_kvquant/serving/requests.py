@@ -13,14 +13,13 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .metrics import Metrics
 from .pieces import Piece
-from .writing import Writer
+from .writing import Unreadable, Writer
 
 SHUT_DOWN = "the server shut down before the answer was complete"
 
@@ -153,8 +152,8 @@ class OpenRequests:
                 continue
             try:
                 self._write(answer, output)
-            except Exception as error:  # of a parser that meets what it does not expect
-                self._fail(answer.request, "failed", f"the answer cannot be read: {error or type(error).__name__}")
+            except Unreadable as error:
+                self._fail(answer.request, "failed", str(error))
 
     def end_all(self, outcome: str, error: str, status: int) -> None:
         """End what was submitted and is open, and say why to each client."""
@@ -173,20 +172,13 @@ class OpenRequests:
             self.answers.pop(answer.answer_id, None)
 
     def _write(self, answer: OpenAnswer, output: GenerationOutput) -> None:
-        writer, begin = answer.writer, answer.writer.num_tokens
-        logprobs: Any = output.logprobs  # what `batching.sampling.reports` makes of a token, not a number
-        texts = writer.write(output.generated_tokens[begin:], logprobs[begin:])
-        if not (writer.is_stopped or output.is_finished()):
-            if texts:
-                answer.request.news.put_nowait(Piece(answer.index, texts, writer.taken_logprobs()))
+        piece = answer.writer.piece(answer.index, output, answer.end_tokens)
+        if piece.reason is not None:
+            answer.is_over = True
+            if not output.is_finished():
+                self.cancel(answer.answer_id)
+        elif not piece.texts:
             return
-        answer.is_over = True
-        if not output.is_finished():
-            self.cancel(answer.answer_id)
-        is_ended = writer.is_stopped or output.generated_tokens[-1] in answer.end_tokens
-        texts += writer.finish()
-        reason = "tool_calls" if writer.has_called and is_ended else "stop" if is_ended else "length"
-        piece = Piece(answer.index, texts, writer.taken_logprobs(), reason)
         answer.request.news.put_nowait(piece)
         if answer.request.num_open == 0:
             self._end(answer.request, "finished")

@@ -13,7 +13,14 @@ from typing import Any
 from ..batching.grammars import BadGrammar
 
 MAX_CHOICES = 1024
-KINDS = ("json", "json_object", "regex", "choice", "grammar")  # of `structured_outputs`
+# Of `structured_outputs`, each with what it must be.
+KINDS = {
+    "json": "a JSON schema, an object or its text",
+    "json_object": "true",
+    "regex": "a text that is not empty",
+    "choice": f"a list of 1 to {MAX_CHOICES} texts that are not empty",
+    "grammar": "a text that is not empty",
+}
 # White space between the parts of JSON. Without a bound, a model that has nothing to say writes blank lines for ever.
 _WHITE_SPACE = r"[ \n\r\t]{0,32}"
 
@@ -37,10 +44,29 @@ def is_structure(value: Any) -> bool:
     """Whether a value of `structured_outputs` names one kind of grammar."""
     if not isinstance(value, dict):
         return False
-    given = {name: each for name, each in value.items() if each is not None}
-    if len(given) != 1 or not given.keys() <= set(KINDS):
-        return False
-    ((kind, found),) = given.items()
+    given = [name for name, each in value.items() if each is not None]
+    return len(given) == 1 and given[0] in KINDS
+
+
+def wrong_structure(value: Mapping[str, Any]) -> str | None:
+    """What a value of `structured_outputs` of the right form must have besides; `None` if all is right."""
+    kind, found = _given(value)
+    if _is_right(kind, found):
+        return None
+    return f"have {KINDS[kind]} under `{kind}`, got {shown(found)}"
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _given(structure: Mapping[str, Any]) -> tuple[str, Any]:
+    return next((kind, each) for kind, each in structure.items() if each is not None)
+
+
+def _is_right(kind: str, found: Any) -> bool:
     if kind == "choice":
         is_list = isinstance(found, list) and 0 < len(found) <= MAX_CHOICES
         return is_list and all(isinstance(each, str) and each for each in found)
@@ -64,7 +90,7 @@ def grammar_of(response_format: Mapping[str, Any] | None, structure: Mapping[str
         return schema_grammar({"type": "object"} if is_any else response_format["json_schema"]["schema"])
     if structure is None:
         return None
-    kind, found = next((kind, each) for kind, each in structure.items() if each is not None)
+    kind, found = _given(structure)
     if kind in ("json", "json_object"):
         schema = {"type": "object"} if kind == "json_object" else json.loads(found) if isinstance(found, str) else found
         return schema_grammar(schema)

@@ -22,6 +22,7 @@ MAX_TOOLS = 128
 MAX_CALLS = 32  # of an answer that must call
 # Of a message. What else it has is refused, unless it is empty, so that an answer can be sent back as it came.
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 # Templates of Mistral's models take no other ids.
 _ID_LENGTH, _ID_ALPHABET = 9, string.ascii_letters + string.digits
@@ -197,6 +198,15 @@ class Tools:
 def is_tools(value: Any) -> bool:
     """Whether a value of `tools` is a list of functions."""
     return isinstance(value, list) and len(value) <= MAX_TOOLS and all(map(_is_tool, value))
+
+
+def wrong_tools(value: list[dict[str, Any]]) -> str | None:
+    """What `tools` of the right form must have besides: arguments are objects, so schemas have to be of these."""
+    for function in (tool["function"] for tool in value):
+        kind = (function.get("parameters") or {}).get("type", "object")
+        if kind != "object":
+            return f'have `parameters` of the `type` "object", got {kind!r} in {function["name"]!r}'
+    return None
 
 
 def is_choice(value: Any) -> bool:

@@ -7,13 +7,14 @@ stop string.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..batching.sampling import TokenLogprobs
-from .pieces import Logprob
+from .pieces import Logprob, Piece
 from .reading import Reader
 from .tools import ToolCall
 
@@ -55,6 +56,19 @@ def _overlap(text: str, stop: str) -> int:
     """Characters at the end of a text that begin a stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+def text_of(tokenizer: Any, token: int) -> str:
+    """The text of one token. Some tokenizers leave out a space at the beginning, so another token goes before."""
+    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
+
+
+class Unreadable(Exception):
+    """A parser has met what it does not expect."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the answer cannot be read: {error or type(error).__name__}")
 
 
 class Writer:
@@ -135,6 +149,29 @@ class Writer:
         if self._reader is not None:
             pieces += self._reader.finish()
         return pieces
+
+    def piece(self, index: int, output: GenerationOutput, end_tokens: Collection[int]) -> Piece:
+        """What is new of an answer, by all of it so far. It has a reason if it ends the answer.
+
+        Args:
+            index: Of the answer, among those of its request.
+            output: All tokens so far.
+            end_tokens: Any of them ends the answer.
+
+        Raises:
+            Unreadable: See there.
+        """
+        begin, tokens = self.num_tokens, output.generated_tokens
+        logprobs: Any = output.logprobs  # what `batching.sampling.reports` makes of a token, not a number
+        try:
+            texts, reason = self.write(tokens[begin:], logprobs[begin:]), None
+            if self.is_stopped or output.is_finished():
+                is_complete = self.is_stopped or tokens[-1] in end_tokens
+                texts += self.finish()
+                reason = "tool_calls" if self.has_called and is_complete else "stop" if is_complete else "length"
+        except Exception as error:
+            raise Unreadable(error) from error
+        return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason)
 
     def taken_logprobs(self) -> list[Logprob] | None:
         """Those of tokens whose text has been passed on since the last time; `None` if there are none to come."""
