@@ -14,7 +14,7 @@ HEADINGS = {
     "codes": "every layer decodes from codes",
     "rings": "every layer decodes from codes; layers with a sliding window keep only their window",
     "some": "attention layers decode from codes; other layers keep transformers' own cache",
-    "latent": "keeps latents (MLA) as codes, and decodes from them, on CPUs by a kernel; not yet tested on GPUs",
+    "latent": "keeps latents (MLA) as codes, and decodes from them",
     "dense": "correct and small, but attends to dequantised tensors, which is slower",
     "others": "refused: picks or compresses its keys itself",
     "states": "refused: keeps a state of fixed size in every layer, and no keys and values",

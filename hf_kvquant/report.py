@@ -34,6 +34,7 @@ from .models.rounding import rounded
 from .models.text_config import check_is_model, text_config_of
 from .patching import why_dense
 from .preflight.verdict import measured, name_of
+from .spec.layout import KVLayout
 from .state import notes_on, patch_of
 
 WHERE = "report"
@@ -209,7 +210,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         name = name_of(formats)
         if latent_sizes(text_config.per_layer_config[index]) is not None:
             name = name.replace("key", "latent").replace("value", "rope part")
-            kernel, reason = _served_over_latents(device) if dense is None else (kernel, reason)
+            kernel, reason = _served_over_latents(formats, device, head_dims) if dense is None else (kernel, reason)
         layers.append(LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally)))
     unpatched = [name for name, part in generating_parts(model).items() if patch_of(part) is None]
     return Report(
@@ -263,11 +264,12 @@ def _served_by(
     return ops.kernel_name(device, *head_dims), reason
 
 
-def _served_over_latents(device: torch.device) -> tuple[str, str]:
+def _served_over_latents(formats: LayerFormats, device: torch.device, head_dims: tuple[int, ...]) -> tuple[str, str]:
     """What computes the attention of a layer that keeps latents, and why it is not a compiled kernel."""
-    if device.type == "cpu" and ops.has_kernels("cpu"):
+    layout = KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
+    if ops.has_kernels(device.type) and ops.serves_latent(device, layout, *head_dims):
         return ops.kernel_name(device), ""
-    return "PyTorch, absorbed", f"no compiled kernel attends to latents (MLA) on {device.type}"
+    return "PyTorch, absorbed", f"no compiled kernel attends to latents (MLA) of this format on {device.type}"
 
 
 def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:

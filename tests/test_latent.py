@@ -282,9 +282,11 @@ def test_a_report() -> None:
         "CPU kernel, ",
     ):
         assert part in lines[2]
-    assert _served_over_latents(torch.device("cuda")) == (
+    # On any GPU, of 64 channels; a CPU has a kernel.
+    formats = latent_formats("test", preset_formats("int8"), 64)
+    assert _served_over_latents(formats, torch.device("cuda", 0), (64, 16)) == (
         "PyTorch, absorbed",
-        "no compiled kernel attends to latents (MLA) on cuda",
+        "no compiled kernel attends to latents (MLA) of this format on cuda",
     )
 
 

@@ -861,7 +861,22 @@ def test_codes_that_the_cuda_kernels_cannot_load() -> None:
 @CUDA_ONLY
 def test_heads_that_the_cuda_kernels_cannot_hold() -> None:
     """Called by its own name, which the package does only where the kernels serve."""
-    case = Case(pair(KVFormat("int8")), 264, torch.bfloat16, 2, 1, (1, 30))
+    case = Case(pair(KVFormat("int8")), 520, torch.bfloat16, 2, 1, (1, 30))
+    key_planes, value_planes = (clone(filled(case, side), "cuda") for side in range(2))
+    operands = ops.Operands(key_planes, value_planes, case.layout)
+    operands._append = torch.ops.hf_kvquant.append.default
+    new = tokens(case, 1, 520).to("cuda")
+    with pytest.raises(REFUSED) as raised:
+        operands.append(new, new, case.lengths_tensor().to("cuda"))
+    assert str(raised.value) == (
+        "append: `head_dim` must be at most 512 for the CUDA kernels, got 520. Leave this model unpatched, or run it "
+        "on the CPU."
+    )
+
+
+@CUDA_ONLY
+def test_wide_rows_that_the_cuda_kernels_cannot_append() -> None:
+    case = Case(pair(KVFormat("int8", "group", 8)), 264, torch.bfloat16, 2, 1, (1, 30))
     key_planes, value_planes = (clone(filled(case, side), "cuda") for side in range(2))
     operands = ops.Operands(key_planes, value_planes, case.layout)
     operands._append = torch.ops.hf_kvquant.append.default
@@ -869,8 +884,8 @@ def test_heads_that_the_cuda_kernels_cannot_hold() -> None:
     with pytest.raises(REFUSED) as raised:
         operands.append(new, new, case.lengths_tensor().to("cuda"))
     assert str(raised.value) == (
-        "append: `head_dim` must be at most 256 for the CUDA kernels, got 264. Leave this model unpatched, or run it "
-        "on the CPU."
+        "append: rows of more than 256 channels must have scales of their own, of 16 channels or more, for the CUDA "
+        "kernels, got others. Use granularity 'head' or 'group'."
     )
 
 

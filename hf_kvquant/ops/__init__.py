@@ -18,6 +18,7 @@ from .kernels import (
     has_kernels,
     kernel_name,
     serves_gpu,
+    serves_latent,
     why_reference,
 )
 from .operands import Operands, append, decode, new_counters
@@ -43,6 +44,7 @@ __all__ = [
     "new_counters",
     "num_slots_of",
     "serves_gpu",
+    "serves_latent",
     "split_plan",
     "why_reference",
 ]

@@ -514,7 +514,8 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) spoil_frozen_scales(const _
 
 void check_wide_rows(const Side& side, int num_kv_heads) {
   const int of_group = side.head_dim / side.num_groups;
-  if (side.has_channel_scales || side.is_frozen || (side.is_shared_by_heads && num_kv_heads > 1) || of_group % 16 != 0) {
+  const bool is_shared = side.is_shared_by_heads && num_kv_heads > 1;
+  if (side.has_channel_scales || side.is_frozen || is_shared || of_group % 16 != 0) {
     throw std::invalid_argument("append: rows of more than " + std::to_string(kMaxCudaHeadDim) +
                                 " channels must have scales of their own, of 16 channels or more, for the CUDA "
                                 "kernels, got others. Use granularity 'head' or 'group'.");

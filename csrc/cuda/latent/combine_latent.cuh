@@ -1,5 +1,5 @@
-// Merges the parts of attention over latents, rotates their sum back, attends to the tokens of dense windows, and writes
-// the result. A row is one head of one query token; one to eight warps share it.
+// Merges the parts of attention over latents, rotates their sum back, attends to the tokens of dense windows, and
+// writes the result. A row is one head of one query token; one to eight warps share it.
 #pragma once
 
 #include "../attend/combine.cuh"

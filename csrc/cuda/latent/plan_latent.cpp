@@ -20,8 +20,8 @@ bool has_rows(const Side& side, int num_groups) {
   const int64_t strides = side.scale_stride_b | side.scale_stride_g | side.zero_stride_b | side.zero_stride_g;
   const int64_t bytes = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_t |
                         reinterpret_cast<int64_t>(side.scale) | reinterpret_cast<int64_t>(side.zero) | 2 * strides;
-  return side.num_groups == num_groups && side.codes_stride_t == row_bytes_of(side) && side.scale_stride_t == 1 && (side.zero == nullptr || side.zero_stride_t == 1) &&
-         !side.has_channel_scales && bytes % 16 == 0;
+  return side.num_groups == num_groups && side.codes_stride_t == row_bytes_of(side) && side.scale_stride_t == 1 &&
+         (side.zero == nullptr || side.zero_stride_t == 1) && !side.has_channel_scales && bytes % 16 == 0;
 }
 
 LatentKernel choose_kernel(const DecodeParams& params, int num_rows) {
@@ -97,10 +97,8 @@ LatentPlan plan_latent(const DecodeParams& params) {
   plan.num_splits = static_cast<int>(splits);
   // Warps share rows where these are few.
   plan.warps_per_row = params.num_splits > 0 ? kCombineWarps : 1;
-  const int64_t all_rows = params.batch * num_rows;
-  while (plan.warps_per_row < kCombineWarps && all_rows * plan.warps_per_row < kCombineWarps * device.num_multiprocessors) {
-    plan.warps_per_row *= 2;
-  }
+  const int64_t all_rows = params.batch * num_rows, all_warps = kCombineWarps * device.num_multiprocessors;
+  while (plan.warps_per_row < kCombineWarps && all_rows * plan.warps_per_row < all_warps) plan.warps_per_row *= 2;
   plan.workspace_floats = units * splits * kernel.rows_per_tile * (params.key_side.head_dim + 2);
   return plan;
 }

@@ -12,11 +12,12 @@ constexpr int kLatentWarps = kLatentThreads / kLanes, kLatentTokens = kLatentTil
 static_assert(kLatentTokens == 16 * kLatentWarps);
 
 // A tile is 64 tokens: rows of codes of the latent, each with the rope part behind it, and then the planes of scales.
-// Rows are an odd multiple of 16 bytes apart, so `ldmatrix`, which takes 16 bytes of eight rows, meets no bank conflict.
+// Rows are an odd multiple of 16 bytes apart, so `ldmatrix`, which takes 16 bytes of eight rows, meets no bank
+// conflict.
 //
 // The query is multiplied in blocks of 32 channels. Integer codes are bytes and so is the query, in two parts: 128 ·
-// high + low. For e4m3 both are float16 numbers. Either way a block of a query row has 64 bytes, 16 for each of the four
-// lanes that share a row of the product; even and odd rows lie in different halves of 128 bytes (query_place).
+// high + low. For e4m3 both are float16 numbers. Either way a block of a query row has 64 bytes, 16 for each of the
+// four lanes that share a row of the product; even and odd rows lie in different halves of 128 bytes (query_place).
 template <Storage kLatent_, Storage kRope_, int kRank_, int kColumnTiles_>
 struct LatentShape {
   static constexpr Storage kLatent = kLatent_, kRope = kRope_;
@@ -73,8 +74,8 @@ __device__ __forceinline__ int query_place(int row, int block, int t, int word) 
   return ((block ^ (row & 1)) << 6) + (t << 4) + 4 * word;
 }
 
-// The place of a token's weights for the eight query rows of a column tile, in the tile or behind the stages, where they
-// are permuted so that eight tokens meet no bank conflict.
+// The place of a token's weights for the eight query rows of a column tile, in the tile or behind the stages, where
+// they are permuted so that eight tokens meet no bank conflict.
 template <class Shape>
 __device__ __forceinline__ int weights_place(int token, int tile) {
   if constexpr (Shape::kHasWeightsInTile) return token * Shape::kPitch + Shape::kLatentBytes + (tile << 4);
