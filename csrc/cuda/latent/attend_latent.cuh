@@ -18,8 +18,8 @@
 //   64 x 8k: 20 heads 129, 144, 173; 32 heads 170, 221, 164; 128 heads 559, 736, 235
 // Of 121, merging takes some 15 (computed from ncu), and reading 305 MB alone 68. Products of bytes instead of float16
 // numbers for keys, 40 % of the instructions less, changed nothing. A maximum that may lag (random scores raised an
-// exact one in two of three tiles), running addresses and two chains of products gave 10 %. Eight warps for a tile, each
-// with half of the rows and channels, changed nothing.
+// exact one in two of three tiles), running addresses and two chains of products gave 10 %. Eight warps for a tile,
+// each with half of the rows and channels, changed nothing.
 #pragma once
 
 #include "../attend/combine.cuh"
