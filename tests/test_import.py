@@ -118,7 +118,8 @@ def test_importing_adds_ops_and_two_implementations_and_nothing_else() -> None:
         hf_kvquant.PRESETS  # any name
 
         assert not torch.cuda.is_initialized()
-        expected = {f"hf_kvquant::{op}{of}" for op in ("append", "decode", "attend_latent") for of in ("", "_reference")}
+        with_reference = ("append", "decode", "attend_latent")
+        expected = {f"hf_kvquant::{op}{of}" for op in with_reference for of in ("", "_reference")}
         others = ["dequantize", "rms_norm", "add_rms_norm", "rotary", "silu_mul"]
         others += ["packed_linear", "prefetch", "split_plan", "attend_chunk", "serves_chunk"]
         expected |= {f"hf_kvquant::{op}" for op in others}
