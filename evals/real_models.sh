@@ -26,7 +26,7 @@ generate="--window 2048 --prompt 1536 --tokens ${TOKENS:-4088}"
 long="--window 8192 --prompt 7680 --tokens ${LONG_TOKENS:-1533}"
 # Memory holds a window under every preset at once: 8,192 tokens of nine presets take more than 20 GB.
 position="--window 4096 --prompt 128 --mode simulated --chunk 1 --tokens ${POSITION_TOKENS:-3967} --preset int8"
-position+=" --preset k8v4 --preset k8v4:4+28 --preset int4-token --preset int4-channel --preset int4"
+position+=" --preset k8v4:0+0 --preset k8v4 --preset int4-token --preset int4-channel --preset int4"
 chunks="--window 2048 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS:-16368}"
 calibrated="--calibrate $texts/wikitext2.valid.tokens --calibrate-for int4-token"
 calibrated+=" --preset int8 --preset k8v4 --preset int4 --preset int4-token --preset int4-g32 --preset k4v2 --preset int2"
@@ -52,7 +52,7 @@ start() {
 
 start fidelity generate $generate $one_by_one
 start fidelity windows $generate --mode simulated --chunk 1 --preset int4-token:4+32 --preset int4-token:4+124 \
-    --preset int4:4+124 --preset k8v4:4+32
+    --preset int4:4+124 --preset k8v4:0+0 --preset int8:4+0 --preset int8:4+12
 start fidelity long $long --mode simulated --chunk 1 --preset int4-token --preset int4-channel --preset int4 \
     --preset int4:4+124
 start fidelity position $position

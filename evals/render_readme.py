@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pictures
 import render_ablation
@@ -42,6 +42,7 @@ from hf_kvquant.evaluation.report.page import spelled_average
 from hf_kvquant.evaluation.tasks.data import AVERAGED
 from hf_kvquant.evaluation.tasks.results import averages, by_task_and_preset
 
+Found = TypeVar("Found")
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -87,6 +88,8 @@ GPU_PRESETS = ["int8", "int4"]
 PEER_CASES = ["64x8k", "512x8k-1head", "1x128k", "1x8k"]
 # The summary, on the README and on docs/index.md: the case of each results file it shows.
 SUMMARY_GPU_CASE, SUMMARY_GENERATE_CASE = "64x8k", "8x16k"
+# Behind the name of a preset that was measured without its dense tokens.
+NOTHING_DENSE = ":0+0"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -220,9 +223,8 @@ def summary_table(results: Mapping[str, dict[str, Any]], cpu: dict[str, Any], de
     rows = []
     for preset in pictures.SUMMARY_PRESETS:
         row, size = quality[preset], sizes[preset]["bytes_per_token"]
-        cells = [f"`{preset}`", f"{size / unquantised:.0%}", f"{row['perplexity_change']:+.2%}"]
-        cells += [f"{row['agreement']:.1%}", f"{on_gpu[preset]:.1f}x"]
-        rows.append([*cells, f"{on_cpu[preset]:.1f}x" if preset in on_cpu else "-"])
+        cells = [f"`{preset}`", f"{size / unquantised:.0%}", render_real.change(row["perplexity_change"])]
+        rows.append([*cells, f"{row['agreement']:.1%}", times(found(on_gpu, preset)), times(found(on_cpu, preset))])
     return table(
         ["preset", "cache size", "perplexity change", "same next token", "GPU attention", "CPU attention"], rows
     )
@@ -244,12 +246,29 @@ def summary_caption(real: dict[str, Any], cpu: dict[str, Any], decode: dict[str,
     """What each column of the summary compares."""
     (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
     return (
-        f"Cache size: against 16 bits per value. Quality: {render_real.MODEL} on WikiText-2, behind prompts of "
+        f"Cache size: against 16 bits. Quality: {render_real.MODEL} on WikiText-2, behind prompts of "
         f"{real['n0']:,} tokens. GPU attention: one decode step against the fastest bf16 kernel of PyTorch and "
         f"FlashInfer ({decode['gpu'].removeprefix('NVIDIA ')}, {case['shape']['batch']} sequences of "
-        f"{describe_context(case)} tokens). CPU attention: one decode step against PyTorch on {cpu['threads']} threads "
+        f"{describe_context(case)} tokens). CPU attention: against PyTorch on {cpu['threads']} threads "
         f"of {_article(cpu['cpu'])} ({cpu['shape']['length']:,} tokens); a dash: not measured."
+        f"{bare_note('Attention', [row['preset'] for row in case['rows']], pictures.SUMMARY_PRESETS)}"
     )
+
+
+def found(measured: Mapping[str, Found], preset: str) -> Found | None:
+    """What was measured of a preset; without its dense tokens, if only that was. `bare_note` says so."""
+    return measured.get(preset, measured.get(preset + NOTHING_DENSE))
+
+
+def bare_note(what: str, measured: Collection[str], presets: Iterable[str]) -> str:
+    """Says of which of the presets `found` has only what was measured without their dense tokens; else nothing."""
+    bare = [f"`{name}`" for name in presets if name not in measured and name + NOTHING_DENSE in measured]
+    return f" {what} of {' and '.join(bare)}: without dense tokens." if bare else ""
+
+
+def times(ratio: float | None) -> str:
+    """`1.9x`, or a dash."""
+    return "-" if ratio is None else f"{ratio:.1f}x"
 
 
 def _article(name: str) -> str:
@@ -274,11 +293,10 @@ def quality_table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str
     headings += ["zero-shot average, %", "CPU attention"]
     rows = []
     for preset, row in fidelity["presets"].items():
-        ratio = f"{ratios[preset]:.1f}x" if preset in ratios else "-"
         change = f" ({row['perplexity_change']:+.2%})" if preset != "none" else ""
         cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['bytes_per_token'] / unquantised:.0%}"]
         cells += [f"{row['perplexity']:.2f}{change}", scientific(row["kld"]), f"{row['agreement']:.1%}"]
-        rows.append([*cells, spelled_average(means.get(preset)), ratio])
+        rows.append([*cells, spelled_average(found(means, preset)), times(found(ratios, preset))])
     return table(headings, rows)
 
 
@@ -298,6 +316,8 @@ def caption(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]
         f"query and {shape['num_kv_heads']} key-value heads of {shape['head_dim']} channels, {shape['length']:,} "
         f"tokens, {cpu['threads']} threads, relative to the faster of PyTorch's fp32 and bf16 attention over the "
         f"unquantised cache ({cpu['cpu']}, {cpu['date'][:10]}, `evals/results/cpu_decode.json`)."
+        + bare_note("CPU attention", speedups(cpu), fidelity["presets"])
+        + bare_note("Zero-shot average", averages(by_task_and_preset(tasks["parts"])), fidelity["presets"])
     )
 
 

@@ -19,8 +19,8 @@ from hf_kvquant.presets import PRESET_WINDOWS
 
 MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense windows, and each without: first and newest tokens follow the name.
-WITH_WINDOWS = ("int4-token", "int4-token:4+32", "int4-token:4+124", "int4-channel", "int4", "int4:4+124", "k8v4")
-WITH_WINDOWS += ("k8v4:4+32",)
+WITH_WINDOWS = ("int4-token", "int4-token:4+32", "int4-token:4+124", "int4-channel", "int4", "int4:4+124")
+WITH_WINDOWS += ("k8v4:0+0", "k8v4", "int8", "int8:4+0", "int8:4+12")
 # Of positions. Parts of a window are a sixteenth of it, so there can be no more.
 POSITION_RANGES = 5
 
@@ -31,6 +31,11 @@ def kld_in(results: Mapping[str, Any], preset: str) -> str:
     """The divergence of a preset in a results file, a dash if it is not there."""
     row = results["presets"].get(preset)
     return "-" if row is None else scientific(row["kld"])
+
+
+def change(ratio: float) -> str:
+    """A change in percent with its sign: `+0.04%`, and never `-0.00%`."""
+    return f"{round(ratio, 4) + 0.0:+.2%}"
 
 
 def measured_presets(files: Files) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def preset_table(files: Files) -> str:
         if preset == UNQUANTIZED:
             continue
         cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['agreement']:.1%}"]
-        cells += [f"{row['perplexity']:.2f} ({row['perplexity_change']:+.2%})", scientific(row["kld"])]
+        cells += [f"{row['perplexity']:.2f} ({change(row['perplexity_change'])})", scientific(row["kld"])]
         cells += [f"{row['kld_p99']:.2g}"]
         names = ("real_generate_calibrated", "real_chunks")
         rows.append([*cells, *(kld_in(files[name], preset) for name in names)])
@@ -61,15 +66,21 @@ def reads(results: Mapping[str, Any]) -> str:
     return f"{after:,} tokens one by one, behind prompts of {results['n0']:,} tokens"
 
 
+def where(results: Mapping[str, Any]) -> str:
+    """On what it was measured: a GPU by its name, or a CPU."""
+    return str(results.get("gpu", "a CPU"))
+
+
 def caption(files: Files) -> str:
     """What was measured, on what and when."""
-    results, chunks = files["real_generate"], files["real_chunks"]
+    results, chunks, calibrated = (files[f"real_{name}"] for name in ("generate", "chunks", "generate_calibrated"))
     return (
         f"{MODEL} (`evals/real_model/`) in {results['dtype']} on WikiText-2, compared with the unquantised "
         f"cache: {reads(results)} ({results['scored_tokens']:,} tokens, perplexity "
         f"{results['reference_perplexity']:.2f}). Its head_dim is 64, so bits are a little higher than with 128. "
-        f"Calibrated: smoothed on other text. In chunks: {chunks['chunk']} tokens at a time from the first one on, "
-        f"windows of {chunks['window']:,} ({chunks['scored_tokens']:,} tokens, on {chunks.get('gpu', 'a CPU')}). "
+        f"Calibrated: smoothed on other text, on {where(calibrated)}. In chunks: {chunks['chunk']} tokens at a time "
+        f"from the first one on, windows of {chunks['window']:,} ({chunks['scored_tokens']:,} tokens, on "
+        f"{where(chunks)}). "
         f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, "
         "`evals/results/real_generate.json` and files beside it."
     )
@@ -79,7 +90,7 @@ def dense_tokens(name: str) -> str:
     """First and newest tokens that a preset keeps dense, those of its name or its own: `4 + 28`."""
     preset, _, dense = name.partition(":")
     dense = dense or "+".join(map(str, PRESET_WINDOWS.get(preset, {}).values()))
-    return dense.replace("+", " + ") or "none"
+    return "none" if dense in ("", "0+0") else dense.replace("+", " + ")
 
 
 def windows_table(files: Files) -> str:
@@ -92,7 +103,7 @@ def windows_table(files: Files) -> str:
     for name in (*WITH_WINDOWS, "quanto-4:0+128"):
         row, preset = measured[name], name.partition(":")[0]
         cells = [f"`{preset}`", dense_tokens(name), scientific(row["kld"]), f"{row['kld_p99']:.2g}"]
-        cells += [f"{row['agreement']:.1%}", f"{row['perplexity_change']:+.2%}"]
+        cells += [f"{row['agreement']:.1%}", change(row["perplexity_change"])]
         rows.append([*cells, scientific(far[name]["kld"]) if name in far else "-"])
     headings = ["preset", "dense: first + newest", "KL, nats per token", "99 %", "same next token", "perplexity"]
     return markdown_table([*headings, "KL at 8k"], rows)
@@ -102,9 +113,10 @@ def windows_caption(files: Files) -> str:
     """What was measured."""
     results, far = files["real_windows"], files["real_long"]
     return (
-        f"{MODEL} in {results['dtype']} on WikiText-2: {reads(results)}; last column: behind {far['n0']:,}. `quanto-4` "
-        f"is transformers' own quantised cache, on other parts of the same text. {results.get('gpu', results['cpu'])}, "
-        f"{results['date'][:10]}, `evals/results/real_windows.json` and files beside it."
+        f"{MODEL} in {results['dtype']} on WikiText-2: {reads(results)}; last column: behind {far['n0']:,}, on "
+        f"{where(far)}. `quanto-4` is transformers' own quantised cache, on other parts of the same text. "
+        f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, `evals/results/real_windows.json` and files "
+        "beside it."
     )
 
 

@@ -180,7 +180,7 @@ class KVQuantConfig(Formats):
         - `key`, `value`: a storage type's name or a dictionary of `KVFormat` fields; overrides that side of the preset.
         - `transforms`: a list of names; by default they follow from the keys.
         - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; by default those
-          of the preset, which are 0 for those of 8 bits.
+          of the preset, if it has any.
         - `layers`: from layer index to a preset's name or a dictionary with `preset`, `key`, `value`, `transforms`,
           `sink_length`, `residual_length`. The last two default to those given for all layers if the layer is
           quantised, else to those of its preset.

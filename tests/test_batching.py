@@ -36,9 +36,9 @@ if HAS_PAGES:
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
 REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
-PRESETS = ["int8", "k8v4", "int4-token", "int4-g32", "int4-channel", "fp8", "none"]
+PRESETS = ["int8", "int4-token", "int4-g32", "int4-channel", "fp8", "none"]
 # Dense windows that prompts of the tests outgrow.
-K4V2, INT2 = ({"preset": name, "sink_length": 2, "residual_length": 8} for name in ("k4v2", "int2"))
+K8V4, K4V2, INT2 = ({"preset": name, "sink_length": 2, "residual_length": 8} for name in ("k8v4", "k4v2", "int2"))
 PAGE = 128
 # Families with experts.
 MIXTURES = {
@@ -143,7 +143,7 @@ def long_llama() -> Any:
 # --- equal to generate ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, K4V2, INT2], ids=str)
+@pytest.mark.parametrize("preset", [*PRESETS, K8V4, K4V2, INT2], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_each_request_gets_what_generate_gives_it(name: str, preset: Any) -> None:
     """qwen2 has key biases, so its keys are centred."""
@@ -556,7 +556,7 @@ def test_tables_have_room_for_the_longest_request(options: Any, hints: Any, expe
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("preset", [*PRESETS, K4V2, INT2], ids=str)
+@pytest.mark.parametrize("preset", [*PRESETS, K8V4, K4V2, INT2], ids=str)
 @pytest.mark.parametrize("options", [{}, {"use_async_batching": False}, {"use_cuda_graph": False}], ids=str)
 def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
     """Captured and not, asynchronous and not: requests come and go, some pages fill, one prompt has one token."""

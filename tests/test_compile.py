@@ -103,7 +103,7 @@ def test_proposals_that_a_static_cache_has_no_room_for(caplog: pytest.LogCapture
 )
 @pytest.mark.parametrize("preset", ["none", "int8", "k8v4", "int4-g32", "fp8"])
 def test_generate_compiles_one_graph(preset: str) -> None:
-    config = {"preset": preset, "max_cache_len": 32}
+    config = {"preset": preset, "sink_length": 0, "residual_length": 0, "max_cache_len": 32}
     output = check_same_generation(models.build("llama"), config, compiled_for("eager"))
     assert not cache_of(output).storages[0].tally.fallbacks
     check_one_graph()

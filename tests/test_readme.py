@@ -120,6 +120,14 @@ def test_readme_table(renderer: ModuleType) -> None:
     assert rows["`int8`"][-1] == f"{row['speedup']:.1f}x"
 
 
+def test_what_was_measured_without_dense_tokens_is_marked(renderer: ModuleType) -> None:
+    measured, names = {"int8": 1.0, "k8v4:0+0": 2.0}, ["int8", "k8v4", "int4"]
+    assert [renderer.found(measured, name) for name in names] == [1.0, 2.0, None]
+    assert renderer.bare_note("Speed", measured, names) == " Speed of `k8v4`: without dense tokens."
+    measured["k8v4"] = 3.0
+    assert renderer.found(measured, "k8v4") == 3.0 and renderer.bare_note("Speed", measured, names) == ""
+
+
 def test_readme_is_read_in_a_few_minutes() -> None:
     assert len(README.split()) <= 900
 

@@ -125,7 +125,7 @@ def test_a_chat_of_two_turns(running: Running, alone: Alone) -> None:
 
 def test_another_preset_answers_as_its_own_generate(folder: str) -> None:
     alone = Alone(folder, "k8v4")
-    with serving(folder, "k8v4", num_blocks=4) as running, running.openai() as client:
+    with serving(folder, "k8v4", page_size=256, num_blocks=4) as running, running.openai() as client:
         assert ask(client, PROMPTS[2], True, False) == alone(PROMPTS[2])
 
 
