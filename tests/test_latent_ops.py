@@ -15,8 +15,10 @@ from torch import Tensor
 
 from hf_kvquant import KeyTransform, ops
 from hf_kvquant._ops import ops as torch_ops
+from hf_kvquant.ops import kernels
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.planes import Planes
 
 NONE, INT8, FP8 = KVFormat("none"), KVFormat("int8"), KVFormat("fp8")
@@ -154,6 +156,25 @@ def test_the_gpu_kernel(
         )
         for num_splits in (0, 3):
             run_latent("cuda", case, transform=transform, num_splits=num_splits)
+
+
+def test_what_gpu_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they do not take runs in PyTorch: the op would refuse it."""
+    monkeypatch.setattr(kernels, "_serves_gpu", lambda index: True)
+    monkeypatch.setattr(kernels, "_shared_memory", lambda index: 227 * 1024)
+    gpu, lopsided = torch.device("cuda", 0), KVFormat("int8", symmetric=False)
+
+    def serves(latent: KVFormat, rope: KVFormat, rank: int = 512, num_rope: int = 64) -> bool:
+        return kernels.serves_latent(gpu, KVLayout(latent, rope), rank, num_rope)
+
+    assert all(serves(*formats, rank, num_rope) for formats in ON_GPUS for rank, num_rope in ((512, 64), (256, 32)))
+    others = [*itertools.product((INT8, FP8, INT4_OF_128), repeat=2), (lopsided, INT8), (INT8, lopsided)]
+    others += [(KVFormat("int4", "group", 128), INT8), (GROUPED, INT8), (INT4, INT8), (NONE, NONE)]
+    others += [(KVFormat("int8", "tensor"), INT8)]
+    assert not any(serves(*formats) for formats in others if formats not in ON_GPUS)
+    assert not any(serves(INT8, INT8, *sizes) for sizes in ((128, 64), (512, 72), (512, 24)))
+    monkeypatch.setattr(kernels, "_shared_memory", lambda index: 99 * 1024)
+    assert not serves(INT8, INT8)
 
 
 @on_gpus

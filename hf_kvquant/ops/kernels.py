@@ -29,10 +29,11 @@ OPS_VERSION = 18
 NUM_COUNTERS = 4096
 # The CUDA kernels keep a row of a head in registers.
 MAX_CUDA_HEAD_DIM = 256
-# What the CUDA kernels for latents serve: channels; storage types of latents and of rope parts, with the channels that
-# share a scale (csrc/cuda/latent); and the shared memory that they need.
+# What the CUDA kernels for latents serve (csrc/cuda/latent): channels; formats of latents and of rope parts, as storage
+# type, channels that share a scale, and whether they are symmetric; and the shared memory that they need.
 _LATENT_RANKS = (256, 512)
-_LATENT_FORMATS = ((("int8", None), ("int8", None)), (("fp8", None), ("fp8", None)), (("int4", 128), ("int8", None)))
+_INT8, _FP8 = ("int8", None, True), ("fp8", None, True)
+_LATENT_FORMATS = ((_INT8, _INT8), (_FP8, _FP8), (("int4", 128, False), _INT8))
 _LATENT_SHARED_BYTES = 113 * 1024
 # No CUDA kernel reads these: codes that are in two bytes take more instructions than their bytes save.
 CPU_STORAGES = frozenset({"int3"})
@@ -129,8 +130,7 @@ def serves_latent(device: torch.device, layout: KVLayout, rank: int, num_rope_ch
     index = 0 if device.index is None else device.index
     if not _serves_gpu(index) or _shared_memory(index) < _LATENT_SHARED_BYTES:
         return False
-    latent, rope = (_scales_of(kv_format) for kv_format in layout.formats)
-    return (latent, rope) in _LATENT_FORMATS and layout.value.symmetric
+    return tuple(map(_format_of, layout.formats)) in _LATENT_FORMATS
 
 
 @torch.compiler.assume_constant_result
@@ -139,9 +139,11 @@ def _shared_memory(index: int) -> int:
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def _scales_of(kv_format: KVFormat) -> tuple[str, int | None]:
-    """The storage type, and how many channels share a scale; `None`: all."""
-    return kv_format.storage, kv_format.group_size if kv_format.granularity != "tensor" else 0
+def _format_of(kv_format: KVFormat) -> tuple[str, int | None, bool] | None:
+    """A format as in `_LATENT_FORMATS`; `None` without a scale for each token, which those have."""
+    if kv_format.granularity in ("tensor", "channel"):
+        return None
+    return kv_format.storage, kv_format.group_size, kv_format.symmetric
 
 
 def check_storages(device: torch.device, *storages: str) -> None:

@@ -16,6 +16,7 @@
 // tokens, and of FlashAttention-3 in bfloat16 (fa3-fwd 0.0.3):
 //   16 heads: 64 x 8k 121, 107, 160; 8 x 16k 50, 47, 60; 1 x 128k 61, 56, 67; 1 x 8k 23, 23, 23
 //   64 x 8k: 20 heads 129, 144, 173; 32 heads 170, 221, 164; 128 heads 559, 736, 235
+// (int4 before its codes counted from their middle, which is one addition for each weight and group more.)
 // Of 121, merging takes some 15 (computed from ncu), and reading 305 MB alone 68. Products of bytes instead of float16
 // numbers for keys, 40 % of the instructions less, changed nothing. A maximum that may lag (random scores raised an
 // exact one in two of three tiles), running addresses and two chains of products gave 10 %. Eight warps for a tile,
