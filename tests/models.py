@@ -330,7 +330,13 @@ _STATES = {
     "nemotron_h", "falcon_h1", "zamba2",
 }  # fmt: skip
 WITH_STATES = [name for name in FAMILIES if name in _STATES and HAS_STATES]
-BATCHED = [name for name in FAMILIES if name in _BATCHED or name in WITH_STATES]
+# Those that keep latents (MLA), which they hand to the cache of batches since 5.24.
+WITH_LATENTS = [name for name, family in FAMILIES.items() if "kv_lora_rank" in family.options]
+BATCHED = [
+    name
+    for name in FAMILIES
+    if name in _BATCHED or name in WITH_STATES or (name in WITH_LATENTS and DO_MODELS_UPDATE_PAGES)
+]
 
 
 # One family for each way to a cache: plain, with key biases, windows and softcaps, sinks, layers that share keys, a

@@ -35,7 +35,7 @@ from hf_kvquant.presets import latent_formats, preset_formats
 from hf_kvquant.report import _served_over_latents
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.storage.tally import _log_fallback
-from hf_kvquant.upstream.releases import HAS_PAGES, cache_of, with_cache
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 SERVED = [name for name in PRESETS if name not in ("none", "k8v4", "k4v2", "int2")]
 # The first layer has no experts, whose choice would turn a rounding into another token, and the second is unquantised.
@@ -417,17 +417,6 @@ def test_the_preflight_is_refused() -> None:
         "run_preflight: `model` must keep keys and values per head, got DeepseekV3ForCausalLM, which keeps latents "
         "(MLA). There is nothing to calibrate: caches rotate latents by themselves. `hf-kvquant eval` measures a "
         "preset."
-    )
-
-
-@pytest.mark.skipif(not HAS_PAGES, reason="this release of transformers has no pages of ours")
-def test_batching_is_refused() -> None:
-    model = models.family("deepseek_v3")
-    with patched(model, "int8"), pytest.raises(NotImplementedError) as raised:
-        model.generate_batch([[3, 4, 5]])
-    assert str(raised.value) == (
-        "init_continuous_batching: DeepseekV3ForCausalLM keeps latents (MLA), which have no pages yet, as in "
-        "transformers. Use generate, or unpatch the model."
     )
 
 

@@ -5,8 +5,9 @@ With W_K and W_V for the parts of `kv_b_proj` that make a head's key and value, 
 arXiv 2405.04434, section 2.1.2). So one row a token serves all heads, where transformers expands every token to keys
 and values of all heads in every step.
 
-`patch` gives each module an `expand_kv` that lets the handles of our caches through to our attention function, which
-calls `attend_latent`. Tensors, those of the first chunk or of other caches, are expanded by the module's class.
+`patch` gives each module an `expand_kv` that lets through what our attention functions know: the handles of our caches,
+which `attend_latent` serves, and new tokens of a batch on their way to pages, which `attend_pages` serves. Tensors of
+the first chunk or of other caches are expanded by the module's class.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache.handle import KVHandle
+from ..cache.handle import KVHandle, noted_on
 from ..models.latent import EXPAND, latent_attentions
+from ..ops import Operands, largest_step
+from ..ops.chunks import causal_attention
 from ..spec import reference
 from ..storage.layer_store import LayerStore
 from ..storage.tally import note_read
@@ -44,7 +47,8 @@ def keeps_latent(module: nn.Module) -> bool:
 
 
 def _pass_handles(module: Any, is_ours: Callable[[str | None], bool], latent: Any, rope: Any) -> tuple[Any, Any]:
-    if isinstance(latent, KVHandle) and is_ours(module.config._attn_implementation):
+    is_for_us = isinstance(latent, KVHandle) or noted_on(latent)[0] is not None
+    if is_for_us and is_ours(module.config._attn_implementation):
         return latent, rope
     return expand(module, latent, rope)
 
@@ -103,19 +107,71 @@ def attend_latent(
     Returns:
         `[batch, q_len, num_q_heads, v_head_dim]`.
     """
-    num_heads, q_len, n = query.shape[1], query.shape[2], module.qk_nope_head_dim
-    # One row of weights for each channel of a head's key without rope, then for each of its value.
-    weight = module.kv_b_proj.weight.view(num_heads, n + module.v_head_dim, -1)
-    # Not `@`, which would copy the weights for each sequence of a batch.
-    of_latent = torch.einsum("bhqn,hnr->bhqr", query[..., :n], weight[:, :n])
-    absorbed = torch.cat((of_latent, query[..., n:]), dim=-1)
+    q_len, absorbed = query.shape[2], _absorb(module, query)
     if is_causal and storage.serves_latent(query.dtype) and q_len <= storage.largest_step(0):
         out = storage.attend_latent(absorbed, softmax_scale=scaling, starts=starts)
     else:
         out = _attend_dequantized(absorbed, storage, make_mask(), scaling)
     if storage.is_quantized:
         note_read(storage, q_len, 0)
-    return torch.einsum("bqhr,hvr->bqhv", out, weight[:, n:])
+    return _project(module, out)
+
+
+def attend_pages(
+    module: Any,
+    query: Tensor,
+    new: tuple[Tensor, Tensor],
+    operands: Operands,
+    lengths: Tensor,
+    page_table: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Append the new tokens of requests with a past, and attend to all latents in their pages.
+
+    A chunk sees its own tokens as the model makes them, as in `ops/chunks.py`: these it attends to expanded.
+
+    Args:
+        module: Of the layer.
+        query: As in `attend_latent`, a row for each request.
+        new: Their latents and rope parts, `[requests, 1, q_len, channels]` each.
+        operands: Of the pages of the layer.
+        lengths: `[requests]` int32: tokens held, the new ones included.
+        page_table: `[requests, pages]` int32.
+        scaling: As in `attend_latent`.
+
+    Returns:
+        `[requests, q_len, num_q_heads, v_head_dim]`.
+    """
+    q_len, absorbed = query.shape[2], _absorb(module, query)
+    if q_len <= largest_step(operands.layout):
+        operands.append(*new, lengths, page_table=page_table)
+        out, _ = operands.attend_latent(absorbed, lengths, softmax_scale=scaling, page_table=page_table)
+        return _project(module, out)
+    before, lse = operands.attend_before(absorbed, lengths - q_len, softmax_scale=scaling, page_table=page_table)
+    own = causal_attention(query, *expand(module, *new), scaling)
+    out, _ = reference.merge_attention(*own, _project(module, before), lse)
+    operands.append(*new, lengths, page_table=page_table)
+    return out
+
+
+def _weights(module: Any, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Of a head's key without rope, `[num_heads, qk_nope_head_dim, latent channels]`, and of its value, likewise."""
+    n = module.qk_nope_head_dim
+    weight = module.kv_b_proj.weight.view(num_heads, n + module.v_head_dim, -1)
+    return weight[:, :n], weight[:, n:]
+
+
+def _absorb(module: Any, query: Tensor) -> Tensor:
+    """Queries of latents and rope parts, `[batch, num_q_heads, q_len, latent + rope channels]`."""
+    n = module.qk_nope_head_dim
+    # Not `@`, which would copy the weights for each sequence of a batch.
+    of_latent = torch.einsum("bhqn,hnr->bhqr", query[..., :n], _weights(module, query.shape[1])[0])
+    return torch.cat((of_latent, query[..., n:]), dim=-1)
+
+
+def _project(module: Any, out: Tensor) -> Tensor:
+    """Sums of values, `[batch, q_len, num_q_heads, v_head_dim]`, from sums of latents."""
+    return torch.einsum("bqhr,hvr->bqhv", out, _weights(module, out.shape[2])[1])
 
 
 def _attend_dequantized(query: Tensor, storage: LayerStore, mask: Tensor | None, scaling: float) -> Tensor:

@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
+from ..attention import latent
 from ..attention.masks import dense_mask
 from ..attention.registry import (
     call_previous,
@@ -27,10 +28,11 @@ from ..attention.registry import (
     set_attention,
     why_not_kernel,
 )
+from ..cache.handle import noted, noted_on
 from ..models.layers import layers_of
 from ..models.probing import evaluating, whole_cache
 from ..models.text_config import text_config_of
-from .cache import OF_BATCHES, PagedCache, noted, noted_on
+from .cache import OF_BATCHES, PagedCache
 from .state_layers import OF_STATES, StateLayers, StateProbe, why_not_grouped
 from .support import STATE_TYPES, WHERE, Call
 
@@ -145,6 +147,8 @@ def _note_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
         probe.calls.append((module.layer_idx if layer_idx is None else layer_idx, key.shape, value.shape))
         if probe.states is not None:
             probe.states.note_attention()
+    if layer_idx is not None and latent.keeps_latent(module):
+        key, value = latent.expand(module, key, value)
     return call_previous(prev, module, query, key, value, mask, **kwargs)
 
 
@@ -167,7 +171,7 @@ def paged_attention(
         module: The layer's attention module.
         query: `[1, num_q_heads, tokens, head_dim]`, after RoPE: the new tokens of one request after the other, then
             padding.
-        key, value: `[1, num_kv_heads, tokens, head_dim]` each.
+        key, value: `[1, num_kv_heads, tokens, head_dim]` each, or latents and rope parts, with one head.
         attention_mask: `None`.
         dropout: Of the attention weights; must be 0.
         scaling: Multiplies query · key; `None` means `head_dim ** -0.5`.
@@ -192,6 +196,9 @@ def paged_attention(
     kwargs = {name: value for name, value in kwargs.items() if name not in OF_BATCHES}
     check_request(module, kwargs)
     reason = why_not_kernel(prev, module, query, attention_mask, True, dropout, kwargs)
+    keeps_latent = latent.keeps_latent(module)
+    if reason is None and keeps_latent:
+        reason = latent.why_expanded(module, attention_mask)
     if reason is not None:
         raise NotImplementedError(
             f"continuous batching: {type(module).__name__} cannot attend to pages of codes, since {reason}. "
@@ -206,7 +213,10 @@ def paged_attention(
         own_query, own_key, own_value = (group.take(x) for x in (query, key, value))
         page_table = cache.allocator.page_table_of(layer_idx, group.page_table)
         held: dict[str, Any] = {"lengths": group.lengths, "page_table": page_table}
-        if group.has_past:
+        if group.has_past and keeps_latent:
+            new = own_key, own_value
+            result = latent.attend_pages(module, own_query, new, operands, group.lengths, page_table, scale)
+        elif group.has_past:
             options = {"softmax_scale": scale, **options_of(prev, kwargs)}
             options |= {"counters": cache.counters, "split_plan": group.split_plan}
             if group.q_len > ops.largest_step(operands.layout, options["sliding_window"]):
@@ -216,11 +226,13 @@ def paged_attention(
                 result, _ = operands.decode(own_query, (own_key, own_value), **held, **options)
         else:
             operands.append(own_key, own_value, **held)
+            if keeps_latent:
+                own_key, own_value = latent.expand(module, own_key, own_value)
             result = _attend_raw(prev, module, own_query, own_key, own_value, scaling=scaling, **kwargs)
         results.append(result.flatten(0, 1))
     if len(results) == 1 and len(results[0]) == num_tokens:
         return results[0].unsqueeze(0), None
-    out = query.new_zeros((num_tokens, query.shape[1], value.shape[3]))
+    out = query.new_zeros((num_tokens, *results[0].shape[1:]))
     for group, result in zip(cache.groups, results, strict=True):
         out[group.tokens] = result
     return out.unsqueeze(0), None

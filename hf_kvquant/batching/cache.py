@@ -27,10 +27,13 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.utils import find_head_dim
 from transformers.utils.import_utils import is_psutil_available
 
 from .. import ops
 from ..attention.registry import is_ours
+from ..cache.handle import noted
+from ..models.latent import channels_at_peak, keeps_latents
 from ..spec import reference
 from ..spec.key_transform import KeyTransform
 from ..spec.pages import PART_ALIGNMENT, PageLayout
@@ -284,6 +287,8 @@ class PageMemory(PagedAttentionMemoryHandler):
         # itself.
         num_kv_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         self.kv_heads_at_peak = 2 * num_kv_heads + 2 * self.config.num_attention_heads
+        if keeps_latents(self.config):
+            self.kv_heads_at_peak = -(-channels_at_peak(self.config) // find_head_dim(self.config))
 
     @property
     def bytes_per_cache_token(self) -> int:
@@ -519,23 +524,6 @@ class PagedCache(PagedAttentionCache):
         if not DO_MODELS_UPDATE_PAGES or not is_ours(self.config._attn_implementation):
             raise _other_attention()
         return noted(key_states, self, layer_idx), value_states
-
-
-# Attention functions are told neither the cache nor whether a model has changed the keys since `update`. A note on the
-# tensor itself tells both: whatever is computed from it has none.
-_NOTE = "_hf_kvquant_cache"
-
-
-def noted(key: Tensor, cache: object, layer_idx: int) -> Tensor:
-    """Keys with a note of their cache and layer."""
-    setattr(key, _NOTE, (cache, layer_idx))
-    return key
-
-
-def noted_on(key: Tensor) -> tuple[Any, int | None]:
-    """The cache and the layer that `noted` has left on keys, `None` if there is none."""
-    found: tuple[Any, int | None] = getattr(key, _NOTE, (None, None))
-    return found
 
 
 def _other_attention() -> RuntimeError:

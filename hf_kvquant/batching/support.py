@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils.import_utils import is_psutil_available
 
+from ..attention.latent import why_expanded
 from ..attention.registry import is_ours, is_upstream, not_upstream
+from ..cache.support import formats_of
 from ..config import KVQuantConfig
-from ..models.latent import keeps_latents
+from ..models.latent import keeps_latents, latent_attentions
 from ..models.layers import layers_of
 from ..models.probing import states_of_a_token, why_without_cache
 from ..models.sharding import why_not_captured
@@ -25,7 +27,15 @@ from ..spec.layout import KVLayout
 from ..spec.pages import PageLayout
 from ..state import patch_of
 from ..upstream.contracts import check_release
-from ..upstream.releases import HAS_PAGES, HAS_STATES, PAGES_SINCE, STATES_SINCE, VERSION
+from ..upstream.releases import (
+    DO_MODELS_UPDATE_PAGES,
+    HAS_PAGES,
+    HAS_STATES,
+    MODELS_UPDATE_PAGES_SINCE,
+    PAGES_SINCE,
+    STATES_SINCE,
+    VERSION,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +132,15 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         yield "takes no further arguments that it passes on to attention, and pages come with these."
     if keeps_latents(text_config_of(model)):
-        yield "keeps latents (MLA), which have no pages yet, as in transformers."
+        if not DO_MODELS_UPDATE_PAGES:
+            yield (
+                f"keeps latents (MLA), whose pages need transformers {MODELS_UPDATE_PAGES_SINCE} or newer, got "
+                f"{VERSION}."
+            )
+        for module in latent_attentions(model):
+            why_not = why_expanded(module, None)
+            if why_not is not None:
+                yield f"keeps latents (MLA) that pages cannot serve: {why_not}."
     found = set(_types_of(model))
     if "sliding_attention" in found and not config.sliding:
         yield "is patched with sliding=False, but all layers share pages of codes. Patch it without."
@@ -197,9 +215,9 @@ def pages_of(
             "with the cache and with its keys and values as they are cached, got other calls. Use generate, or unpatch "
             "the model."
         )
-    roomy = {}
+    roomy, formats_by_layer = {}, formats_of(text_config_of(model), config)
     for index, (key, value) in states.items():
-        formats = config.formats(index)
+        formats = formats_by_layer[index]
         layout = KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
         roomy[index] = PageLayout(layout, key.shape[1], (key.shape[3], value.shape[3]), key.dtype, _MOST_TOKENS)
     num_tokens, least = batching.page_size, max(page.least_tokens for page in roomy.values())

@@ -201,3 +201,20 @@ def _forward(name: str) -> Callable[..., Any]:
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv", "pow", "rpow",
               "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "len", "bool"):  # fmt: skip
     setattr(KVHandle, f"__{_name}__", _forward(f"__{_name}__"))
+
+
+# Attention functions are told neither the cache nor whether a model has changed the keys since `update`. A note on the
+# tensor itself tells both: whatever is computed from it has none.
+_NOTE = "_hf_kvquant_cache"
+
+
+def noted(key: Tensor, cache: object, layer_idx: int) -> Tensor:
+    """Keys with a note of their cache and layer."""
+    setattr(key, _NOTE, (cache, layer_idx))
+    return key
+
+
+def noted_on(key: Tensor) -> tuple[Any, int | None]:
+    """The cache and the layer that `noted` has left on keys, `None` if there is none."""
+    found: tuple[Any, int | None] = getattr(key, _NOTE, (None, None))
+    return found

@@ -38,6 +38,20 @@ def head_dims_of(layer_config: PreTrainedConfig) -> tuple[int, ...]:
     return latent_sizes(layer_config) or (() if head_dim is None else (head_dim, head_dim))
 
 
+def channels_at_peak(text_config: PreTrainedConfig) -> int:
+    """The most numbers that attention of a layer makes of a new token in a batch, over all heads.
+
+    A prompt is expanded: queries and keys, what `kv_b_proj` makes, and values. A chunk behind it has queries and sums
+    of latents besides.
+    """
+    most = 0
+    for each in text_config.per_layer_config:
+        n, v = count_of(each, "qk_nope_head_dim") or 0, count_of(each, "v_head_dim") or 0
+        rank, r = latent_sizes(each) or (0, 0)
+        most = max(most, each.num_attention_heads * (2 * (n + r) + (n + v) + v + (2 * rank + r if rank else 0)))
+    return most
+
+
 def picks_tokens(layer_config: PreTrainedConfig) -> bool:
     """Whether a layer keeps latents, and an indexer picks those that it attends to, as in DeepSeek-V3.2."""
     return latent_sizes(layer_config) is not None and count_of(layer_config, "index_topk") is not None

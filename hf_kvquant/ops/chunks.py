@@ -98,6 +98,28 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, softmax_scale: fl
     return out.transpose(1, 2).contiguous(), lse
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of tokens to themselves, by PyTorch on CPUs and NVIDIA GPUs. It forms no matrix of scores.
+
+    Args:
+        query, key: `[batch, num_heads, q_len, head_dim]`.
+        value: `[batch, num_heads, q_len, value head_dim]`, which may be smaller.
+        softmax_scale: Multiplies query · key.
+
+    Returns:
+        As `Operands.decode`.
+    """
+    # The functions behind scaled_dot_product_attention, which does not return the log-sum-exp.
+    aten, (q_len, width) = torch.ops.aten, (query.shape[2], value.shape[3])
+    if query.is_cuda:
+        attend = aten._scaled_dot_product_efficient_attention
+        out, lse, *_ = attend(query, key, value, None, True, 0.0, True, scale=softmax_scale)
+    else:  # it takes values that are as wide as keys
+        padded = F.pad(value, (0, query.shape[3] - width))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, padded, 0.0, True, scale=softmax_scale)
+    return out[..., :width].transpose(1, 2), lse[..., :q_len]
+
+
 # The compiler cannot trace this check. It may take the result for a constant, since the GPU stays the same.
 @torch.compiler.assume_constant_result
 def _has_flash_attention(index: int) -> bool:

@@ -268,6 +268,23 @@ class Operands:
         )
         return result
 
+    def attend_before(
+        self, query: Tensor, lengths: Tensor, *, softmax_scale: float, page_table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`attend_latent` of a chunk to the tokens before it, of which each query sees all.
+
+        Args:
+            query: As there.
+            lengths: `[batch]` int32: tokens held before the chunk.
+            softmax_scale, page_table: As there.
+
+        Returns:
+            As there.
+        """
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "page_table": page_table}
+        parts = [self.attend_latent(heads, lengths, **options) for heads in chunks.as_heads(query, 1)]
+        return chunks.as_tokens(parts, query.shape[1])
+
     def dequantize(
         self,
         lengths: Tensor,

@@ -63,8 +63,10 @@ CHECKPOINTING_DROPS_CACHES = not is_since("5.24")
 PAGES_SINCE = "5.23"
 HAS_PAGES = is_since(PAGES_SINCE)
 
-# Who calls `update` of that cache: the model, before attention, or the attention function, which gets the cache.
-DO_MODELS_UPDATE_PAGES = is_since("5.24")
+# Who calls `update` of that cache: the model, before attention, or the attention function, which gets the cache. Only
+# a model hands over latents; attention gets what was made of them.
+MODELS_UPDATE_PAGES_SINCE = "5.24"
+DO_MODELS_UPDATE_PAGES = is_since(MODELS_UPDATE_PAGES_SINCE)
 
 # Since when layers with a state get the cache of continuous batching, by the name that they know.
 STATES_SINCE = "5.24"
