@@ -165,13 +165,33 @@ def test_greedy(model: Any, preset: str, pads: tuple[int, ...], caplog: pytest.L
     assert not slower_loop(caplog)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "mistral", "cohere", "gemma2", "diffllama"])
+# LongCat's experts wait for the device.
+CAPTURED_LATENTS = [name for name in models.WITH_LATENTS if name != "longcat_flash"]
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3_moe", "mistral", "cohere", "gemma2", "diffllama", *CAPTURED_LATENTS]
+)
 def test_families(family: str, device: str) -> None:
-    """Biases that are centred, experts, softcaps, masks by kind of layer, and keys that the model looks at itself."""
+    """Biases that are centred, experts, softcaps, masks by kind of layer, keys that models look at, and latents."""
     options = dict(models.FAMILIES[family].options)
     if "layer_types" in options:
         options["layer_types"] = ["full_attention"] * 2
     check_same(models.on(device, models.build(models.FAMILIES[family].model_type, **options)))
+
+
+@pytest.mark.parametrize("preset", ["none", "int8", "int4"])
+def test_latents(preset: str, device: str) -> None:
+    for pads in ((0,), (3, 0, 5)):
+        check_same(models.on(device, models.family("minicpm3")), {"preset": preset}, inputs=left_padded(pads=pads))
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("preset", ["int8", "fp8", "int4"])
+def test_latents_that_kernels_serve(preset: str, dtype: torch.dtype) -> None:
+    sizes = {**models.FAMILIES["minicpm3"].options, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    check_same(models.build("minicpm3", dtype, None, **sizes).cuda(), {"preset": preset})
 
 
 @pytest.mark.parametrize("tokens", [8, 252], ids=["short", "round_the_end"])

@@ -355,12 +355,6 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         "KVQuantCache: `key` and `value` must have 4 bits or more in a layer that keeps latents (MLA), got int2, whose "
         "quality there is not known. Choose the preset int4.",
     ),
-    "capture": (
-        {"preset": "int8", "capture": True},
-        NotImplementedError,
-        "KVQuantCache: `capture` must be False for deepseek_v3, got True: it keeps latents (MLA), whose attention is "
-        "not captured. Leave out capture.",
-    ),
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import KVQuantConfig, LayerFormats
-from ..models.latent import head_dims_of, keeps_latents, latent_sizes, picks_tokens
+from ..models.latent import head_dims_of, latent_sizes, picks_tokens
 from ..models.layers import layers_of, named_types, shared_layers
 from ..models.text_config import text_config_of
 from ..presets import latent_formats
@@ -152,11 +152,6 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
     for why, is_unserved in unserved.items():
         if is_unserved:
             raise NotImplementedError(f"KVQuantCache: {text_config.model_type} {why}. Leave the model unpatched.")
-    if quant_config.capture and keeps_latents(text_config):
-        raise NotImplementedError(
-            f"KVQuantCache: `capture` must be False for {text_config.model_type}, got True: it keeps latents (MLA), "
-            "whose attention is not captured. Leave out capture."
-        )
     if quant_config.static and "cross_attention" in layer_types:
         raise NotImplementedError(
             f"KVQuantCache: `static` must be False for {text_config.model_type}, got True: some of its layers attend "
