@@ -53,15 +53,17 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from weight_methods import BF16, METHODS, arm_of, bytes_of, quantize
 
-from hf_kvquant import PRESETS, patched
+from hf_kvquant import PRESETS, KVQuantConfig, patched
+from hf_kvquant.cache.support import formats_of
 from hf_kvquant.evaluation.provenance import card, gpu_card
+from hf_kvquant.models.latent import head_dims_of, latent_sizes
 from hf_kvquant.spec.layout import KVLayout
 
 # Unpatched, by attention implementation.
 UNPATCHED = {"transformers": "sdpa", "flash": "flash_attention_2"}
 SYSTEMS = [*UNPATCHED, *PRESETS]
 DEFAULT_SYSTEMS = [*UNPATCHED, "int8", "int4"]
-PAGE_SIZE = 256
+PAGE_SIZE = 256  # by default; presets with dense tokens may need more
 # What results must share with those that they are added to. Commits may differ: each row names its own.
 RESUMED = (*(key for key in SHARED if key not in ("commit", "is_dirty")), "page_size")
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
@@ -179,22 +181,24 @@ def left_for_cache(model: Any, total_gb: float) -> int:
 
 def bytes_per_token(model: Any, system: str) -> int:
     """Bytes of one token's keys and values in all layers."""
-    config = model.config.get_text_config()
-    heads = config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layout = KVLayout(*PRESETS["none" if system in UNPATCHED else system])
-    of_layer: int = layout.bytes_per_token((1, heads, head_dim, head_dim), model.dtype)
-    return config.num_hidden_layers * of_layer
+    text_config, num_bytes = model.config.get_text_config(), 0
+    config = KVQuantConfig.from_preset("none" if system in UNPATCHED else system)
+    for index, formats in formats_of(text_config, config).items():
+        layer = text_config.per_layer_config[index]
+        heads = 1 if latent_sizes(layer) else layer.num_key_value_heads
+        layout = KVLayout(formats.key, formats.value)
+        num_bytes += layout.bytes_per_token((1, heads, *head_dims_of(layer)), model.dtype)
+    return num_bytes
 
 
 @contextlib.contextmanager
-def running(model: Any, workload: Workload, num_blocks: int | None) -> Iterator[Any]:
+def running(model: Any, workload: Workload, num_blocks: int | None, page_size: int) -> Iterator[Any]:
     """A manager that serves requests, with all that it had to set up done."""
     _, most = workload.new
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(eos_token_id=-1, pad_token_id=0, do_sample=False, max_new_tokens=most),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE_SIZE, num_blocks=num_blocks, auto_switch_to_flash=False
+            page_size=page_size, num_blocks=num_blocks, auto_switch_to_flash=False
         ),
         workload_hints=WorkloadHints(workload.prompt, most, workload.requests),
     )
@@ -253,6 +257,7 @@ def measure(
     cache_gb: float | None,
     total_gb: float | None,
     limit_s: float,
+    page_size: int = PAGE_SIZE,
 ) -> dict[str, Any]:
     """The row of one system.
 
@@ -263,6 +268,7 @@ def measure(
         cache_gb: Memory for the cache; `None` for all that is left.
         total_gb: Memory for weights, cache and activations together, in place of `cache_gb`.
         limit_s: Seconds that the requests may take, and those that warm up likewise.
+        page_size: Tokens of a page.
     """
     of_token = bytes_per_token(model, system)
     cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
@@ -271,10 +277,10 @@ def measure(
     is_gpu = model.device.type == "cuda"
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
-    num_blocks = None if cache_bytes is None else max(1, cache_bytes // (of_token * PAGE_SIZE))
+    num_blocks = None if cache_bytes is None else max(1, cache_bytes // (of_token * page_size))
     prompts, new_tokens = workload.prompts(model.config.vocab_size), workload.new_tokens()
     created = time.perf_counter()
-    with prepared(model, system), running(model, workload, num_blocks) as manager:
+    with prepared(model, system), running(model, workload, num_blocks, page_size) as manager:
         watch = Watch(manager.batch_processor)
         warm_up = [prompt[::-1] for prompt in prompts[:WARM_UP_REQUESTS]]  # shares no prefix
         serve(manager, warm_up, [WARM_UP_TOKENS] * len(warm_up), limit_s)
@@ -282,7 +288,7 @@ def measure(
         start = time.perf_counter()
         outputs = serve(manager, prompts, new_tokens, limit_s)
         seconds = time.perf_counter() - start
-        room = manager.batch_processor.cache.num_blocks * PAGE_SIZE
+        room = manager.batch_processor.cache.num_blocks * page_size
         settings = manager.continuous_batching_config
         peak_bytes = torch.cuda.max_memory_reserved() if is_gpu else None
     first = [output.timestamps[0] - output.created_time for output in outputs]
@@ -368,6 +374,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
     told = "that the requests of a system may take; a slower one is listed as failed (default: no limit)"
     parser.add_argument("--limit-s", type=float, default=math.inf, metavar="SECONDS", help=told)
+    told = "tokens of a page (default: %(default)s)"
+    parser.add_argument("--page-size", type=int, default=PAGE_SIZE, metavar="TOKENS", help=told)
     kept = "what --output holds if it is of this machine and model"
     add_run_options(parser, after="every system", resumed=kept)
     arguments = parse_run(parser, words)
@@ -409,7 +417,7 @@ def main() -> None:
         **(gpu_card() if arguments.device.type == "cuda" else {}),
         "model": arguments.model,
         "dtype": str(DTYPE).removeprefix("torch."),
-        "page_size": PAGE_SIZE,
+        "page_size": arguments.page_size,
     }
     earlier = earlier_results(results, arguments, RESUMED)
     results["workloads"] = earlier.get("workloads", [])
@@ -431,7 +439,8 @@ def run(model: Any, weights: str, arguments: argparse.Namespace, results: dict[s
         workload, found = workload_of(results, name, arguments.share, size, total)
         done = {arm_of(row) for row in [*found["rows"], *found["failures"]]}
         for system in [each for each in arguments.systems if (weights, each) not in done]:
-            row, reason = attempt(functools.partial(measure, model, system, workload, size, total, arguments.limit_s))
+            options = size, total, arguments.limit_s, arguments.page_size
+            row, reason = attempt(functools.partial(measure, model, system, workload, *options))
             if row is not None:
                 versions = {"packages": METHODS[weights].versions, "commit": results["commit"], "date": results["date"]}
                 found["rows"].append({"weights": weights, **row, **versions})

@@ -203,6 +203,8 @@ def run_case(
 ) -> dict[str, Any]:
     """A case as a results file shows it, without rooflines. `floors`, by batch, are filled in as they are needed."""
     num_new = arguments.new_tokens
+    if case.batch not in floors and arguments.no_floor:
+        floors[case.batch] = None, None
     if case.batch not in floors:
         floors[case.batch] = attempt(lambda: measure(model, FLOOR, Case(case.batch, FLOOR_CONTEXT), num_new))
     floor, reason = floors[case.batch]
@@ -329,6 +331,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", type=_cases, default=DEFAULT_CASES, help=known)
     systems = f"all, or some of {', '.join(SYSTEMS)} (default: {','.join(DEFAULT_SYSTEMS)})"
     parser.add_argument("--systems", type=_systems, default=DEFAULT_SYSTEMS, help=systems)
+    parser.add_argument("--no-floor", action="store_true", help="do not measure the floor, which compiles")
     kept = "the cases in --output if they are of this commit, machine and model"
     add_run_options(parser, after="every case", resumed=kept, new_tokens=64)
     arguments = parse_run(parser, words)

@@ -17,6 +17,7 @@ Method:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, patched
+from hf_kvquant.attention.backends import without_cudnn
 from hf_kvquant.evaluation.provenance import card
 from hf_kvquant.upstream.releases import CACHE
 
@@ -44,7 +46,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NARROW = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 256, "first_k_dense_replace": 1}
 CONTEXTS = {"cpu": (1024, 8192), "cuda": (8192, 32768)}
-SYSTEMS = ("transformers", "none", "int8", "int4")
+# On Hopper, PyTorch's attention is that of cuDNN, which makes a plan for each new number of tokens (35 to 50 ms, torch
+# 2.11). transformers is measured without it, too, as a model's other layers share a plan.
+SYSTEMS = ("transformers", "no-cudnn", "none", "int8", "int4")
+UNPATCHED = SYSTEMS[:2]
 WARM_UPS, TURNS = 2, 9
 
 
@@ -58,15 +63,17 @@ def measure(name: str, context: int, device: torch.device) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
     latents = torch.randn(1, 1, context, config.kv_lora_rank, dtype=dtype, device=device)
     ropes = torch.randn(1, 1, context, config.qk_rope_head_dim, dtype=dtype, device=device)
-    caches: dict[str, Any] = {"transformers": DynamicCache(config=config)}
-    caches |= {preset: KVQuantCache(config, preset) for preset in SYSTEMS[1:]}
+    systems = [name for name in SYSTEMS if name != "no-cudnn" or device.type == "cuda"]
+    caches: dict[str, Any] = {
+        name: DynamicCache(config=config) if name in UNPATCHED else KVQuantCache(config, name) for name in systems
+    }
     for cache in caches.values():
         cache.update(latents, ropes, 0)
-    times: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    times: dict[str, list[float]] = {system: [] for system in systems}
     outputs: dict[str, torch.Tensor] = {}
     token = torch.tensor([[7]], device=device)
     for turn in range(WARM_UPS + TURNS):
-        for system in SYSTEMS:
+        for system in systems:
             seconds, outputs[system] = step(model, system, token, caches[system])
             if turn >= WARM_UPS:
                 times[system].append(1e3 * seconds)
@@ -82,9 +89,9 @@ def measure(name: str, context: int, device: torch.device) -> dict[str, Any]:
             "p10_ms": sorted(times[system])[TURNS // 10],
             "p90_ms": sorted(times[system])[-1 - TURNS // 10],
             "speedup": medians["transformers"] / medians[system],
-            "bytes_per_token": None if system == "transformers" else caches[system].bytes_per_token,
+            "bytes_per_token": None if system in UNPATCHED else caches[system].bytes_per_token,
         }
-        for system in SYSTEMS
+        for system in systems
     ]
     return {"shape": name, "context": context, "dtype": str(dtype).removeprefix("torch."), "rows": rows}
 
@@ -102,8 +109,9 @@ def step(model: Any, system: str, token: torch.Tensor, cache: Any) -> tuple[floa
             torch.cuda.synchronize()
         return time.perf_counter() - start, logits
 
-    if system == "transformers":
-        return timed()
+    if system in UNPATCHED:
+        with without_cudnn() if system == "no-cudnn" else contextlib.nullcontext():
+            return timed()
     with patched(model, system):
         return timed()
 
@@ -118,7 +126,8 @@ def main(words: list[str] | None = None) -> None:
     device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [measure(name, context, device) for name in arguments.shapes for context in CONTEXTS[device.type]]
     results = {**card(), "threads": torch.get_num_threads(), "device": device.type, "cases": cases}
-    table = Table(*("shape", "context", *SYSTEMS), title="a decode step of one layer, ms (times as fast)")
+    systems = [row["system"] for row in cases[0]["rows"]]
+    table = Table(*("shape", "context", *systems), title="a decode step of one layer, ms (times as fast)")
     for case in cases:
         cells = [f"{row['median_ms']:.2f} ({row['speedup']:.1f})" for row in case["rows"]]
         table.add_row(case["shape"], str(case["context"]), *cells)

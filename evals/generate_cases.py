@@ -56,6 +56,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    # Those with latents (MLA); the first two with experts.
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {
+            "vocab_size": 102400,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 163840,
+        },
+    ),
+    "glm-4.7-flash": ("glm4_moe_lite", {"max_position_embeddings": 202752}),
+    "minicpm3-4b": ("minicpm3", {"max_position_embeddings": 163840}),
     "tiny": (
         "llama",
         {

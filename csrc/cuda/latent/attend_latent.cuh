@@ -23,6 +23,8 @@
 // each with half of the rows and channels, changed nothing.
 #pragma once
 
+#include <type_traits>
+
 #include "../attend/combine.cuh"
 #include "../common/quantize.cuh"
 #include "shape.cuh"
@@ -32,12 +34,6 @@ namespace hf_kvquant::cuda {
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -189,26 +185,28 @@ __device__ __forceinline__ void prepare_query(const DecodeParams& params, const 
   constexpr int kAtOnce = Shape::kColumnTiles % 2 == 0 ? 4 : 2, kOfRope = 4, kRopeLanes = kRopeChannels / kOfRope;
   const int lane = threadIdx.x % kLanes;
   int* const sums = reinterpret_cast<int*>(shared + Shape::kSumsAt);
+  const bool is_aligned = has_aligned_rows(params.query);
 #pragma unroll 1
   for (int first_row = threadIdx.x / kLanes * kAtOnce; first_row < Shape::kRows; first_row += kLatentWarps * kAtOnce) {
-    float x[kAtOnce][kChannels] = {}, rope[kAtOnce][kOfRope] = {};
+    uint32_t words[kAtOnce][kChannels / 2], words_of_rope[kAtOnce][kOfRope / 2];
+    const bool has_rope = kOfRope * lane < params.value_side.head_dim;
+    const auto load = [&](auto is_aligned) {
+      for_all<kAtOnce>([&](int r) {
+        const int index = min(row_tile * Shape::kRows + first_row + r, plan.rows.num_rows - 1);
+        const int token = plan.rows.token(index), head = plan.rows.head(index, token);
+        const uint16_t* const row = static_cast<const uint16_t*>(params.query.data) + b * params.query.stride_b +
+                                    head * params.query.stride_h + token * params.query.stride_t;
+        load_words<is_aligned>(row + lane * kChannels, words[r]);
+        load_words<is_aligned>(row + Shape::kRank + (has_rope ? kOfRope * lane : 0), words_of_rope[r]);
+      });
+    };
+    is_aligned ? load(std::true_type{}) : load(std::false_type{});
+    float x[kAtOnce][kChannels], rope[kAtOnce][kOfRope];
     for_all<kAtOnce>([&](int r) {
-      const int index = row_tile * Shape::kRows + first_row + r;
-      if (index >= plan.rows.num_rows) return;
-      const int token = plan.rows.token(index), head = plan.rows.head(index, token);
-      const int64_t first =
-          b * params.query.stride_b + head * params.query.stride_h + token * params.query.stride_t;
-#pragma unroll
-      for (int k = 0; k < kChannels; k += kChunk) {
-        load_values(params.query.data, params.query.dtype, first + lane * kChannels + k,
-                    reinterpret_cast<float(&)[kChunk]>(x[r][k]));
-      }
-      if (kOfRope * lane < params.value_side.head_dim) {
-        for_all<kOfRope>([&](int k) {
-          rope[r][k] =
-              load_value(params.query.data, params.query.dtype, first + Shape::kRank + kOfRope * lane + k);
-        });
-      }
+      const bool exists = row_tile * Shape::kRows + first_row + r < plan.rows.num_rows;
+      floats_of(words[r], params.query.dtype, x[r]), floats_of(words_of_rope[r], params.query.dtype, rope[r]);
+      for_all<kChannels>([&](int k) { x[r][k] = exists ? x[r][k] : 0.f; });
+      for_all<kOfRope>([&](int k) { rope[r][k] = exists && has_rope ? rope[r][k] : 0.f; });
     });
     if (params.key_transform.is_rotated) rotate(x, Shape::kRank, lane, lane);
     for_all<kAtOnce>([&](int r) {
@@ -409,7 +407,7 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
     for_all<2>([&](int i) {
       largest_scale[i] = scale[0][i];
       for_all<kGroups>([&](int p) { largest_scale[i] = max_or_nan(largest_scale[i], scale[p][i]); });
-      inverse[i] = reciprocal_approx(largest_scale[i]);
+      inverse[i] = approximate_reciprocal(largest_scale[i]);
     });
     for_all<kColumnTiles, 4>([&](int n, int i) { score[n][i] += log2_approx(largest_scale[i / 2]); });
     const int position = first_token + tile * kLatentTokens + token;

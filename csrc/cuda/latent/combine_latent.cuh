@@ -2,8 +2,10 @@
 // writes the result. A row is one head of one query token; one to eight warps share it.
 #pragma once
 
+#include <type_traits>
+
 #include "../attend/combine.cuh"
-#include "latent.h"
+#include "shape.cuh"
 
 namespace hf_kvquant::cuda {
 
@@ -57,19 +59,119 @@ struct LatentSum {
   }
 };
 
-// Four numbers of a dtype at a multiple of 8 bytes, or 16.
-__device__ __forceinline__ void load_four(const void* data, Dtype dtype, int64_t first, float (&x)[4]) {
-  if (dtype == Dtype::fp32) {
-    const float4 word = *reinterpret_cast<const float4*>(static_cast<const float*>(data) + first);
-    x[0] = word.x, x[1] = word.y, x[2] = word.z, x[3] = word.w;
-    return;
+// A query row as the rows that it is multiplied by: channels of the latent, and two of the rope part, both scaled.
+template <int kRank>
+struct LatentQuery {
+  LatentRow<kRank> x;
+  float of_rope[2];
+  bool has_rope;
+
+  __device__ __forceinline__ LatentQuery(const DecodeParams& params, int64_t at, int lane) {
+    constexpr int kQuads = kRank / 4 / kLanes;
+    const uint16_t* const from = static_cast<const uint16_t*>(params.query.data) + at;
+    uint32_t words[kQuads][2];
+    has_rope = 2 * lane < params.value_side.head_dim;
+    const uint16_t* const part = from + kRank + (has_rope ? 2 * lane : 0);
+    const uint32_t pair = part[0] | static_cast<uint32_t>(part[1]) << 16;
+    const auto load = [&](auto is_aligned) {
+      for_all<kQuads>([&](int q) { load_words<is_aligned>(from + 128 * q + 4 * lane, words[q]); });
+    };
+    has_aligned_rows(params.query) ? load(std::true_type{}) : load(std::false_type{});
+    const float scale = params.softmax_scale * kLog2E;
+    for_all<kQuads>([&](int q) { floats_of(words[q], params.query.dtype, x[q]); });
+    floats_of<2>({pair}, params.query.dtype, of_rope);
+    for_all<kQuads, 4>([&](int q, int e) { x[q][e] *= scale; });
+    for_all<2>([&](int e) { of_rope[e] *= scale; });
   }
-  const uint2 word = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + first);
-  const uint32_t pairs[2] = {word.x, word.y};
-  for_all<4>([&](int i) {
-    const uint32_t bits = pairs[i / 2] >> (16 * (i % 2)) & 0xffffu;
-    x[i] = dtype == Dtype::fp16 ? half_to_float(static_cast<half_bits>(bits)) : __uint_as_float(bits << 16);
-  });
+};
+
+// Neighbouring numbers of a dense token, as they lie in memory.
+template <bool kIsWide, int kNumbers>
+struct DenseNumbers {
+  uint32_t words[kIsWide ? kNumbers : kNumbers / 2];
+
+  // From the number at `index` on, a multiple of kNumbers in aligned rows.
+  __device__ __forceinline__ void load(const void* data, int64_t index) {
+    const auto* const from = static_cast<const uint32_t*>(data) + (kIsWide ? index : index / 2);
+    if constexpr (sizeof(words) == 16) {
+      const uint4 word = *reinterpret_cast<const uint4*>(from);
+      words[0] = word.x, words[1] = word.y, words[2] = word.z, words[3] = word.w;
+    } else if constexpr (sizeof(words) == 8) {
+      const uint2 word = *reinterpret_cast<const uint2*>(from);
+      words[0] = word.x, words[1] = word.y;
+    } else {
+      words[0] = *from;
+    }
+  }
+  __device__ __forceinline__ float get(int i, Dtype dtype) const {
+    if constexpr (kIsWide) return __uint_as_float(words[i]);
+    return float_of(words[i / 2] >> (16 * (i % 2)) & 0xffffu, dtype);
+  }
+};
+
+// The dense tokens that a query sees: the first ones, then the newest, and where their rows are.
+struct DenseTokens {
+  int num_sinks, num, first_row;  // of the newest
+
+  __device__ __forceinline__ DenseTokens(const DecodeParams& params, const LatentTokens& tokens, int token) {
+    const Side& side = params.key_side;
+    const int end = min(tokens.length, tokens.first_query + token + 1);
+    num_sinks = side.tail == nullptr ? 0 : max(min(params.sink_length, end - tokens.start), 0);
+    const int newest = side.tail == nullptr ? end : max(tokens.end, tokens.start + num_sinks);
+    num = num_sinks + max(end - newest, 0);
+    first_row = side.tail == nullptr || side.ring == 0 ? 0 : newest % side.ring;
+  }
+  // The row of token `index` in a tail, as tail_row: the newest ones are fewer than the ring has rows.
+  __device__ __forceinline__ int row(int index, const Side& side, int sink_length) const {
+    const int row = first_row + index - num_sinks;
+    return index < num_sinks ? index : sink_length + (row < side.ring ? row : row - side.ring);
+  }
+};
+
+// Attends to every dense token from number `helper` on, num_helpers apart.
+template <int kRank, bool kIsWide>
+__device__ __forceinline__ void attend_dense(const DecodeParams& params, const DenseTokens& tokens,
+                                             const LatentQuery<kRank>& query, int64_t slot, int helper, int num_helpers,
+                                             int lane, LatentSum<kRank>& dense) {
+  constexpr int kQuads = kRank / 4 / kLanes, kAtOnce = kIsWide ? 2 : 4;
+  const Side &latent = params.key_side, &rope = params.value_side;
+  const int64_t of_latent = slot * latent.tail_stride_b + 4 * lane;
+  const int64_t of_rope = slot * rope.tail_stride_b + (query.has_rope ? 2 * lane : 0);
+#pragma unroll 1
+  for (int i = helper; i < tokens.num; i += kAtOnce * num_helpers) {
+    DenseNumbers<kIsWide, 4> value[kAtOnce][kQuads];
+    DenseNumbers<kIsWide, 2> part[kAtOnce];
+    for_all<kAtOnce>([&](int k) {
+      const int row = tokens.row(min(i + k * num_helpers, tokens.num - 1), latent, params.sink_length);
+      for_all<kQuads>([&](int q) { value[k][q].load(latent.tail, of_latent + row * latent.tail_stride_t + 128 * q); });
+      part[k].load(rope.tail, of_rope + row * rope.tail_stride_t);
+    });
+    float score[kAtOnce];
+    for_all<kAtOnce>([&](int k) {
+      score[k] = 0.f;
+      if (query.has_rope) {
+        for_all<2>([&](int e) { score[k] = fmaf(query.of_rope[e], part[k].get(e, rope.tail_dtype), score[k]); });
+      }
+      for_all<kQuads, 4>(
+          [&](int q, int e) { score[k] = fmaf(query.x[q][e], value[k][q].get(e, latent.tail_dtype), score[k]); });
+    });
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      for_all<kAtOnce>([&](int k) { score[k] += __shfl_xor_sync(kAllLanes, score[k], distance); });
+    }
+    for_all<kAtOnce>([&](int k) { score[k] = i + k * num_helpers < tokens.num ? score[k] : -INFINITY; });
+    float most = score[0];
+    for_all<kAtOnce>([&](int k) { most = fmaxf(most, score[k]); });
+    dense.raise(most);
+    for_all<kAtOnce>([&](int k) {
+      if (i + k * num_helpers >= tokens.num) return;
+      const float weight = exp2_below(score[k], dense.largest);
+      dense.weight += weight;
+      for_all<kQuads, 4>([&](int q, int e) {
+        dense.x[q][e] = fmaf(weight, value[k][q].get(e, latent.tail_dtype), dense.x[q][e]);
+      });
+    });
+  }
 }
 
 template <int kRank>
@@ -84,14 +186,26 @@ __global__ void __launch_bounds__(kLatentCombineThreads, 2)
   const bool exists = number < all_rows;
   const unsigned b = exists ? number / plan.rows.num_rows : 0;
   const int row = exists ? static_cast<int>(number - b * plan.rows.num_rows) : 0;
-  wait_for_launch_before();
-  start_launch_behind();
-
   const LatentTokens tokens(params, plan, b);
   const int token = plan.rows.token(row), head = plan.rows.head(row, token);
   LatentSum<kRank> codes, dense;
+  // Dense tokens need nothing of the kernel before, which began when what they come from was complete.
   if (exists) {
-    // --- the parts
+    const DenseTokens found(params, tokens, token);
+    if (helper < found.num) {
+      const int64_t at = b * params.query.stride_b + head * params.query.stride_h + token * params.query.stride_t;
+      const LatentQuery<kRank> query(params, at, lane);
+      const int64_t slot = plan.laps.tail_slot(static_cast<int>(b));
+      if (params.key_side.tail_dtype == Dtype::fp32) {
+        attend_dense<kRank, true>(params, found, query, slot, helper, num_helpers, lane, dense);
+      } else {
+        attend_dense<kRank, false>(params, found, query, slot, helper, num_helpers, lane, dense);
+      }
+    }
+  }
+  wait_for_launch_before();
+  start_launch_behind();
+  if (exists) {
     const int all_tiles = tokens.num_tiles(), share = (all_tiles + plan.num_splits - 1) / plan.num_splits;
     const int num_parts = share == 0 ? 0 : (all_tiles + share - 1) / share, tile = row / plan.kernel.rows_per_tile;
     const int64_t slot_floats = int64_t{plan.kernel.rows_per_tile} * (kRank + 2);
@@ -127,79 +241,10 @@ __global__ void __launch_bounds__(kLatentCombineThreads, 2)
     }
     if (params.key_transform.is_rotated) rotate_row<kRank>(codes.x, lane);
 
-    // --- dense tokens: the first ones, then the newest
-    const Side &latent = params.key_side, &rope = params.value_side;
-    const int end = min(tokens.length, tokens.first_query + token + 1);  // of what this query sees
-    const int num_sinks = latent.tail == nullptr ? 0 : max(min(params.sink_length, end - tokens.start), 0);
-    const int newest = latent.tail == nullptr ? end : max(tokens.end, tokens.start + num_sinks);
-    const int num_dense = num_sinks + max(end - newest, 0);
-    if (helper < num_dense) {
-      LatentRow<kRank> query;
-      const int64_t at = b * params.query.stride_b + head * params.query.stride_h + token * params.query.stride_t;
-      const float scale = params.softmax_scale * kLog2E;
-      const bool is_aligned = at % 4 == 0 && reinterpret_cast<int64_t>(params.query.data) % 8 == 0;
-      for_all<kQuads>([&](int q) {
-        if (is_aligned) return load_four(params.query.data, params.query.dtype, at + 128 * q + 4 * lane, query[q]);
-        for_all<4>([&](int e) {
-          query[q][e] = load_value(params.query.data, params.query.dtype, at + 128 * q + 4 * lane + e);
-        });
-      });
-      for_all<kQuads, 4>([&](int q, int e) { query[q][e] *= scale; });
-      float of_rope[2] = {};
-      const bool has_rope = 2 * lane < rope.head_dim;
-      if (has_rope) {
-        for_all<2>([&](int i) {
-          of_rope[i] = scale * load_value(params.query.data, params.query.dtype, at + kRank + 2 * lane + i);
-        });
-      }
-      const int64_t slot = plan.laps.tail_slot(static_cast<int>(b));
-      constexpr int kAtOnce = 2;
-#pragma unroll 1
-      for (int i = helper; i < num_dense; i += kAtOnce * num_helpers) {
-        LatentRow<kRank> value[kAtOnce];
-        float score[kAtOnce];
-        for_all<kAtOnce>([&](int k) {
-          const int index = min(i + k * num_helpers, num_dense - 1);
-          const int position = index < num_sinks ? tokens.start + index : newest + index - num_sinks;
-          const int64_t of_latent = slot * latent.tail_stride_b +
-                                    tail_row(latent, position, tokens.start, params.sink_length) * latent.tail_stride_t;
-          const int64_t part = slot * rope.tail_stride_b +
-                               tail_row(rope, position, tokens.start, params.sink_length) * rope.tail_stride_t;
-          for_all<kQuads>(
-              [&](int q) { load_four(latent.tail, latent.tail_dtype, of_latent + 128 * q + 4 * lane, value[k][q]); });
-          score[k] = 0.f;
-          if (has_rope) {
-            for_all<2>([&](int e) {
-              score[k] = fmaf(of_rope[e], load_value(rope.tail, rope.tail_dtype, part + 2 * lane + e), score[k]);
-            });
-          }
-        });
-        for_all<kAtOnce>([&](int k) {
-          for_all<kQuads, 4>([&](int q, int e) { score[k] = fmaf(query[q][e], value[k][q][e], score[k]); });
-#pragma unroll
-          for (int distance = 1; distance < kLanes; distance *= 2) {
-            score[k] += __shfl_xor_sync(kAllLanes, score[k], distance);
-          }
-          if (i + k * num_helpers >= num_dense) score[k] = -INFINITY;
-        });
-        float most = score[0];
-        for_all<kAtOnce>([&](int k) { most = fmaxf(most, score[k]); });
-        dense.raise(most);
-        for_all<kAtOnce>([&](int k) {
-          if (i + k * num_helpers >= num_dense) return;
-          const float weight = exp2_below(score[k], dense.largest);
-          dense.weight += weight;
-          for_all<kQuads, 4>([&](int q, int e) { dense.x[q][e] = fmaf(weight, value[k][q][e], dense.x[q][e]); });
-        });
-      }
-    }
-    const auto add = [&](const LatentSum<kRank>& other) {
-      codes.raise(other.largest);
-      const float weight = exp2_below(other.largest, codes.largest);
-      codes.weight = fmaf(other.weight, weight, codes.weight);
-      for_all<kQuads, 4>([&](int q, int e) { codes.x[q][e] = fmaf(other.x[q][e], weight, codes.x[q][e]); });
-    };
-    add(dense);
+    codes.raise(dense.largest);
+    const float weight = exp2_below(dense.largest, codes.largest);
+    codes.weight = fmaf(dense.weight, weight, codes.weight);
+    for_all<kQuads, 4>([&](int q, int e) { codes.x[q][e] = fmaf(dense.x[q][e], weight, codes.x[q][e]); });
   }
 
   // --- the warps of a row

@@ -30,6 +30,7 @@ LatentKernel choose_kernel(const DecodeParams& params, int num_rows) {
   const bool fits = params.num_kv_heads == 1 && !params.is_ring && params.query.dtype != Dtype::fp32 &&
                     rope.head_dim <= kRopeChannels && rope.head_dim % 16 == 0 && rope.is_symmetric &&
                     latent.is_symmetric == !is_narrow && (latent.tail == nullptr) == (rope.tail == nullptr) &&
+                    latent.ring == rope.ring &&
                     has_rows(latent, is_narrow ? latent.head_dim / kLatentGroup : 1) && has_rows(rope, 1);
   if (!fits) return {};
   if (latent.storage == Storage::fp8 && rope.storage == Storage::fp8) {
