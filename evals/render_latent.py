@@ -1,13 +1,22 @@
-"""The table of decode steps over latents, from `evals/results/latent.json` alone.
+"""The tables of decode steps over latents: of one layer on a CPU, and of whole models on a GPU.
 
-`bench_latent.py` measures, and `render_readme.py` puts the table into its page.
+`bench_latent.py` and `bench_generate.py` measure, and `render_readme.py` puts the tables into their page.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from hf_kvquant.common.tables import markdown_table
+
+# Results files of `bench_generate.py`, by the names of their shapes.
+GENERATE = {
+    "generate_deepseek_v2_lite": "DeepSeek-V2-Lite",
+    "generate_glm_4_7_flash": "GLM-4.7-Flash",
+    "generate_minicpm3_4b": "MiniCPM3-4B",
+}
 
 
 def step_table(results: dict[str, Any]) -> str:
@@ -31,3 +40,39 @@ def caption(results: dict[str, Any]) -> str:
         f"{results['transformers']} with its own cache, which expands latents in every step. {device} "
         "(`evals/results/latent.json`)."
     )
+
+
+def generate_table(results: Sequence[dict[str, Any]]) -> str:
+    """Per shape and case: a step of transformers, and of captured presets, with the memory that decoding takes."""
+    lines = []
+    for each in results:
+        shown = GENERATE[_file_of(each)]
+        for case in each["cases"]:
+            rows = {row["system"]: row for row in case["rows"]}
+            plain = min((rows[name] for name in ("dynamic", "dynamic-no-cudnn")), key=lambda row: row["step_ms"])
+            cells = [shown, f"{case['batch']} x {case['context']:,}", f"{plain['step_ms']:.1f}"]
+            for preset in ("int8", "int4"):
+                row = rows[f"{preset}-capture"]
+                cells.append(f"{row['step_ms']:.1f} ({plain['step_ms'] / row['step_ms']:.1f})")
+            cells += [
+                f"{rows[name]['cache_bytes'] / 1e9:.2f}" for name in (plain["system"], "int8-capture", "int4-capture")
+            ]
+            lines.append(cells)
+    titles = ["shape of", "sequences x tokens", "transformers, ms", "`int8`, ms", "`int4`, ms"]
+    return markdown_table([*titles, "cache, GB", "`int8`, GB", "`int4`, GB"], lines)
+
+
+def generate_caption(results: Sequence[dict[str, Any]]) -> str:
+    """What was run, and on what."""
+    newest = max(results, key=lambda each: str(each["date"]))
+    files = ", ".join(f"`evals/results/{_file_of(each)}.json`" for each in results)
+    return (
+        "A step of `generate`, random weights in bfloat16, in brackets how many times as fast; our steps are captured. "
+        f"transformers {newest['transformers']} with its own cache; the faster one of two is shown: with cuDNN's "
+        "attention, which makes a plan for each new number of tokens, and without. Steps read the experts, too. "
+        f"{newest['gpu']}, torch {newest['torch']}, {newest['date'][:10]} ({files})."
+    )
+
+
+def _file_of(results: dict[str, Any]) -> str:
+    return "generate_" + re.sub(r"[-.]", "_", str(results["model"]))

@@ -225,8 +225,9 @@ def test_kernels_attend_to_pages(rank: int, preset: str, options: Any) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("preset", ["int8", "windowed"])
 def test_chunks_on_a_gpu(preset: str) -> None:
+    """In float32: in 16 bits, rounding in another order changes tokens."""
     prompts = [text(500), text(333, seed=1)]
-    model = wide(512, torch.bfloat16)
+    model = wide(512, torch.float32)
     with patched(model, PRESETS.get(preset, preset)):
         expected = [alone(model, prompt, prefill_chunk_size=128) for prompt in prompts]
         assert [batched(model, [prompt], max_batch_tokens=128, num_blocks=24)[0] for prompt in prompts] == expected

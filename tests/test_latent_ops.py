@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import REFUSED, Case, clone, filled, name_of
 from checks import largest, plain_attention
 from compare import assert_close, assert_same
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from hf_kvquant import KeyTransform, ops
 from hf_kvquant._ops import ops as torch_ops
-from hf_kvquant.ops import kernels
+from hf_kvquant.ops import chunks, kernels
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
@@ -156,6 +158,46 @@ def test_the_gpu_kernel(
         )
         for num_splits in (0, 3):
             run_latent("cuda", case, transform=transform, num_splits=num_splits)
+
+
+@on_gpus
+@pytest.mark.parametrize("formats", ON_GPUS, ids=name_of)
+def test_memory_may_lie_in_other_ways(formats: tuple[KVFormat, KVFormat]) -> None:
+    """Queries that begin between multiples of 16 bytes, and dense tokens in float32, give the same bits."""
+    options: dict[str, Any] = {"sink_length": 4, "residual_length": 28}
+    case = latent_case(formats, 512, 64, dtype=torch.bfloat16, num_q_per_kv=20, q_len=2, lengths=(300, 17), **options)
+    planes = [clone(side, "cuda") for side in (filled(case, 0, None, ROTATED), filled(case, 1))]
+    wide = [dataclasses.replace(side, tail=None if side.tail is None else side.tail.float()) for side in planes]
+    query, lengths = given(case, 576).cuda(), case.lengths_tensor().cuda()
+    room = torch.zeros(*query.shape[:3], 600, dtype=query.dtype, device="cuda")
+    moved = room[..., 1:577].copy_(query)
+    expected = ops.Operands(*planes, case.layout, ROTATED).attend_latent(query, lengths, softmax_scale=0.05)
+    for held, asked in ((planes, moved), (wide, query)):
+        actual = ops.Operands(*held, case.layout, ROTATED).attend_latent(asked, lengths, softmax_scale=0.05)
+        for name, one, other in zip(("out", "lse"), actual, expected, strict=True):
+            assert_same(one, other, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_causal_attention(engine: str, dtype: torch.dtype) -> None:
+    """Of a chunk to itself, with values that are narrower than keys."""
+    if engine == "reference":
+        pytest.skip("it is PyTorch's own")
+    for q_len, value_dim in ((1, 24), (33, 40), (200, 16)):
+        query, key = (torch.randn(2, 3, q_len, 40, dtype=dtype) for _ in range(2))
+        value = torch.randn(2, 3, q_len, value_dim, dtype=dtype)
+        scores = 0.2 * query.double() @ key.double().mT
+        scores = scores.masked_fill(torch.ones(q_len, q_len, dtype=torch.bool).triu(1), -torch.inf)
+        expected = (scores.softmax(-1) @ value.double()).transpose(1, 2)
+        plain = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.2).transpose(1, 2)
+        out, lse = chunks.causal_attention(*(x.to(engine) for x in (query, key, value)), 0.2)
+        max_logit = 0.2 * largest(query.float().norm(dim=-1)) * largest(key.float().norm(dim=-1))
+        bound = attention_bound(expected.float(), plain, dtype, max_logit, largest(value.float().norm(dim=-1)))
+        assert out.dtype == dtype and lse.dtype == torch.float32
+        assert_close(out, expected.float(), bound, f"out of {q_len}")
+        exact = scores.logsumexp(-1).float()
+        torch_lse = (0.2 * query @ key.mT).masked_fill(scores == -torch.inf, -torch.inf).float().logsumexp(-1)
+        assert_close(lse, exact, lse_bound(exact, torch_lse, max_logit), f"lse of {q_len}")
 
 
 def test_what_gpu_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
