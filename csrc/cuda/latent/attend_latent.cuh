@@ -12,11 +12,10 @@
 // the sum of weights gets 2^(u - m) / scale; m is the largest u so far, or little less. Of several scales in a token,
 // the largest counts, and the weights of a group are multiplied by its share of that.
 //
-// H200, 2026-11, 512 + 64 channels, both kernels and their launch, L2 cache cold, in us, of int8, of int4 without dense
-// tokens, and of FlashAttention-3 in bfloat16 (fa3-fwd 0.0.3):
-//   16 heads: 64 x 8k 121, 107, 160; 8 x 16k 50, 47, 60; 1 x 128k 61, 56, 67; 1 x 8k 23, 23, 23
-//   64 x 8k: 20 heads 129, 144, 173; 32 heads 170, 221, 164; 128 heads 559, 736, 235
-// (int4 before its codes counted from their middle, which is one addition for each weight and group more.)
+// H200, 2026-11, 512 + 64 channels, both kernels and their launch, L2 cache cold, in us, of int8, of int4 without and
+// with 4 + 28 dense tokens, and of FlashAttention-3 in bfloat16 (fa3-fwd 0.0.3):
+//   16 heads: 64 x 8k 118, 106, 115, 162; 8 x 16k 49, 44, 45, 61; 1 x 128k 58, 55, 55, 67; 1 x 8k 21, 21, 21, 23
+//   64 x 8k: 20 heads 128, 147, 162, 177; 32 heads 162, 218, 235, 167; 128 heads 555, 767, 828, 244
 // Of 121, merging takes some 15 (computed from ncu), and reading 305 MB alone 68. Products of bytes instead of float16
 // numbers for keys, 40 % of the instructions less, changed nothing. A maximum that may lag (random scores raised an
 // exact one in two of three tiles), running addresses and two chains of products gave 10 %. Eight warps for a tile,
@@ -233,9 +232,10 @@ __device__ __forceinline__ void prepare_query(const DecodeParams& params, const 
         sum += __shfl_xor_sync(kAllLanes, sum, distance);
       }
       of_rope = static_cast<int>(__reduce_add_sync(kAllLanes, of_rope));
-      // Codes of 8 bits count from 128.
+      // Codes of 8 bits count from 128. Sums that zeros multiply are floats from here on: conversions are slow.
       if (lane % kLanesOfGroup == 0) {
-        sums[lane / kLanesOfGroup * Shape::kRows + row] = Shape::kHasZero ? sum : -128 * sum;
+        sums[lane / kLanesOfGroup * Shape::kRows + row] =
+            Shape::kHasZero ? __float_as_int(__int2float_rn(sum)) : -128 * sum;
       }
       if (lane == 0) {
         sums[Shape::kGroups * Shape::kRows + row] = -128 * of_rope;
@@ -387,7 +387,7 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
       for_all<kColumnTiles, 4>([&](int n, int i) {
         score[n][i] = fmaf(products[n][i], scale[p][i / 2], score[n][i]);
         if constexpr (Shape::kHasZero) {
-          const float sum = __int2float_rn(query_sums[p * kRows + 8 * n + 2 * t + i % 2]);
+          const float sum = __int_as_float(query_sums[p * kRows + 8 * n + 2 * t + i % 2]);
           score[n][i] = fmaf(sum, zero[p][i / 2], score[n][i]);
         }
       });
