@@ -36,7 +36,7 @@ import hf_kvquant
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.graphs import capture
 from hf_kvquant.transforms import of_model
-from hf_kvquant.upstream.releases import HAS_PAGES, cache_of
+from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, HAS_PAGES, cache_of
 
 NEW_TOKENS = 8
 NUM_HEADS = 4
@@ -48,6 +48,8 @@ SAVED: dict[str, dict[str, Any]] = {
     # Its attention is in no plan: every rank has all heads, and the sinks that go with them.
     "gpt_oss": {**models.FAMILIES["gpt_oss"].options, "model_type": "gpt_oss", "num_key_value_heads": NUM_HEADS},
     "one_head": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 1},
+    # Latents are whole on every rank, and heads are made of them.
+    "minicpm3": {**models.FAMILIES["minicpm3"].options, "model_type": "minicpm3"},
 }
 # gpt-oss asks for RoPE factors that no tiny model fits.
 SAVED["gpt_oss"] |= {"num_attention_heads": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -171,6 +173,13 @@ def unsharded_heads(ranks: Ranks) -> None:
     assert torch.equal(transform.center, centers[1])
 
 
+def latents(ranks: Ranks) -> None:
+    """Ranks hold the same latents, and attend with heads of their own."""
+    whole, sharded = ranks.load("minicpm3")
+    for config in ("none", "int8", "int4", {"preset": "int8", "static": True}):
+        check_tokens(whole, sharded, config, 1)
+
+
 def sharded_sinks(ranks: Ranks) -> None:
     """Sinks are this rank's query heads', in a plan that shards them. transformers 5.17 knows none."""
     if "local_params" not in ALL_PARALLEL_STYLES:
@@ -186,6 +195,13 @@ def batched(ranks: Ranks) -> None:
     if not HAS_PAGES:
         return
     whole, sharded = ranks.load("llama")
+    check_answers(ranks, whole, sharded, (NUM_HEADS, NUM_HEADS // ranks.num_ranks))
+    if DO_MODELS_UPDATE_PAGES:
+        check_answers(ranks, *ranks.load("minicpm3"), (1, 1))
+
+
+def check_answers(ranks: Ranks, whole: Any, sharded: Any, num_heads: tuple[int, int]) -> None:
+    """Both answer the same. `num_heads` are those in their pages."""
     prompts = [[5, 6, 7], [4, 8] * 15, [9, 3, 40]]
     for preset in ("int8", "int4-token"):
         answers = []
@@ -198,8 +214,7 @@ def batched(ranks: Ranks) -> None:
                 outputs = model.generate_batch(prompts, generation, settings, persistent_manager=True)
                 answers.append([output.generated_tokens for output in outputs.values()])
                 layers = model._cached_continuous_batching_manager._layers
-                num_heads = NUM_HEADS if model is whole else NUM_HEADS // ranks.num_ranks
-                assert {layer.page.num_kv_heads for layer in layers.values()} == {num_heads}
+                assert {layer.page.num_kv_heads for layer in layers.values()} == {num_heads[model is sharded]}
                 ranks.say(f"{name}: destroys the manager")
                 model.destroy_cached_continuous_batching_manager()
         assert answers[1] == answers[0]
@@ -221,7 +236,7 @@ def captured(ranks: Ranks) -> None:
     Recorded.runs = 0
     inputs = {key: value.to(ranks.device) for key, value in models.left_padded().items()}
     with recorded(ranks):
-        for name in ("llama", "qwen2"):
+        for name in ("llama", "qwen2", "minicpm3"):
             whole, sharded = ranks.load(name)
             for preset, options in (("int4-token", {}), ("int8", {"do_sample": True, "temperature": 0.7})):
                 results = []
@@ -278,6 +293,7 @@ SCENARIOS = (
     centers_of_biases,
     given_tensors,
     unsharded_heads,
+    latents,
     sharded_sinks,
     batched,
     captured,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..cache.handle import KVHandle, noted_on
 from ..models.latent import EXPAND, latent_attentions
+from ..models.sharding import rows_here
 from ..ops import Operands, largest_step
 from ..ops.chunks import causal_attention
 from ..spec import reference
@@ -62,7 +63,7 @@ def expand(module: Any, latent: Any, rope: Any) -> tuple[Tensor, Tensor]:
 def why_expanded(module: Any, mask: Tensor | None) -> str | None:
     """Why a step has to expand its latents, or `None` if attention can be absorbed."""
     projection = module.kv_b_proj
-    if type(projection) is not nn.Linear or projection.bias is not None or type(projection.weight.data) is not Tensor:
+    if type(projection) is not nn.Linear or projection.bias is not None or rows_here(projection.weight) is None:
         return f"kv_b_proj is {type(projection).__name__} and no plain linear layer, so latents are expanded"
     if projection._forward_hooks or projection._forward_pre_hooks or getattr(projection, "_hf_hook", None) is not None:
         return "kv_b_proj has hooks, so latents are expanded"
@@ -157,7 +158,9 @@ def attend_pages(
 def _weights(module: Any, num_heads: int) -> tuple[Tensor, Tensor]:
     """Of a head's key without rope, `[num_heads, qk_nope_head_dim, latent channels]`, and of its value, likewise."""
     n = module.qk_nope_head_dim
-    weight = module.kv_b_proj.weight.view(num_heads, n + module.v_head_dim, -1)
+    rows = rows_here(module.kv_b_proj.weight)
+    assert rows is not None  # see why_expanded
+    weight = rows.view(num_heads, n + module.v_head_dim, -1)
     return weight[:, :n], weight[:, n:]
 
 

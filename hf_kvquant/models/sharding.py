@@ -6,7 +6,10 @@ the whole model. Caches need no help: they take the shape of the keys that reach
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .text_config import count_of, text_config_of
@@ -56,6 +59,21 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
         if model.device.type == "cuda" and backend != "nccl":
             return f"its ranks communicate by {backend}, and only NCCL works in a CUDA graph"
     return None
+
+
+def rows_here(weight: Tensor) -> Tensor | None:
+    """The rows of a weight that this process has: all, or its part under tensor parallelism.
+
+    `None` if they are not numbers to be read: quantised, or divided in another way.
+    """
+    if type(weight.data) is Tensor:
+        return weight
+    placements: Any = getattr(weight, "placements", ())
+    if len(placements) != 1 or not placements[0].is_shard(0):
+        return None
+    sharded: Any = weight
+    part: Tensor = sharded.to_local()
+    return part
 
 
 def check_heads(model: PreTrainedModel, where: str) -> None:
