@@ -26,6 +26,7 @@ from hf_kvquant.transforms.of_model import set_centers
 from hf_kvquant.upstream.releases import HAS_PAGES
 
 if HAS_PAGES:
+    from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     from hf_kvquant.batching import manager as manager_module
@@ -321,6 +322,31 @@ def test_pages_are_shared_when_they_have_codes() -> None:
             ]
             assert shared == [1, 2]
             cache.free_all_requests()
+
+
+@pytest.mark.parametrize("preset", ["int8", K4V2], ids=str)
+def test_all_of_a_prompt_in_chunks_can_be_shared(preset: Any) -> None:
+    """Also what a chunk completes whose step ends when the last chunk is under way, as in asynchronous batching."""
+    prompt = text(4 * PAGE + 5)
+    with patched(long_llama(), preset) as model, managed(model, max_batch_tokens=2 * PAGE) as manager:
+        processor = manager.batch_processor
+        cache, scheduler = processor.cache, processor.scheduler
+        state = RequestState(request_id="a", initial_tokens=list(prompt), max_new_tokens=5)
+        scheduler.add_waiting_request(state)
+        (first,), *_ = scheduler.schedule_batch(2 * PAGE, 1)
+        state.position_offset += first.query_length
+        (second,), *_ = scheduler.schedule_batch(2 * PAGE, 1)
+        state.position_offset += second.query_length
+        (last,), *_ = scheduler.schedule_batch(2 * PAGE, 1)
+        state.position_offset += last.query_length
+        assert state.status == RequestStatus.DECODING and not last.complete_blocks
+        cache.mark_complete_blocks(state, first.complete_blocks)
+        assert cache.allocator.num_marked("a") == 2
+        state.update_and_check_completion(7, None)  # transformers has left out what the second chunk completes
+        cache.mark_complete_blocks(state, last.complete_blocks)
+        assert cache.allocator.num_marked("a") == 4
+        assert len(cache.allocator.match_prefix_blocks(prompt)) == 4
+        cache.free_all_requests()
 
 
 def test_offloading_keeps_what_a_request_took_over() -> None:

@@ -204,7 +204,8 @@ def test_captured_and_asynchronous_steps(name: str, preset: str, options: Any) -
     prompts = [*PROMPTS, text(PAGE - 4), text(70, seed=1)]
     with patched(model, PRESETS.get(preset, preset)):
         expected = [alone(model, prompt, 12) for prompt in prompts]
-        with managed(model, 12, num_blocks=24, max_batch_tokens=256, **options) as manager:
+        # Room for all: a request that starves may start again, and then sees its own tokens as a prompt does.
+        with managed(model, 12, num_blocks=48, max_batch_tokens=256, **options) as manager:
             assert [answers(manager, prompts) for _ in range(2)] == [expected] * 2
 
 

@@ -178,6 +178,12 @@ class PageAllocator(FullAttentionCacheAllocator):
         """
         return max(length - self._window, 0) // int(self.tokens_per_page)
 
+    def num_marked(self, request_id: str) -> int:
+        """Blocks of a request, from the first one on, that others may take over already."""
+        blocks = self.block_table.get(request_id, [])[int(request_id in self._with_tail) :]
+        unknown = (at for at, block in enumerate(blocks) if block not in self.ledger.block_to_hash)
+        return next(unknown, len(blocks))
+
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """See `CacheAllocator`. Without its sinks, a block is not found."""
         blocks: list[int] = super().match_prefix_blocks(prompt_ids)
@@ -492,9 +498,20 @@ class PagedCache(PagedAttentionCache):
         return {FULL_ATTENTION: after - before} if after > before else {}
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        """See `PagedAttentionCache`. A request that was offloaded counts all of its blocks anew."""
-        if not complete_blocks:  # in nearly all steps
+        """See `PagedAttentionCache`. A request that was offloaded counts all of its blocks anew.
+
+        With asynchronous batching, transformers leaves out what the last chunk but one of a prompt completes: the last
+        one is under way by then, and the prompt counts as done (5.24). Later prompts would find half of a prefix of two
+        chunks. So once a request has its first new token, all that it holds is counted, but for the newest token.
+        """
+        num_new = state.generated_len()
+        if not complete_blocks and num_new != 1:  # in nearly all steps
             return
+        if not self.use_prefix_sharing:
+            return
+        if num_new:
+            held = self.allocator.num_complete(len(state.initial_tokens) + num_new - 1)
+            complete_blocks = {FULL_ATTENTION: held - self.allocator.num_marked(state.request_id)}
         most = self.allocator.num_complete(state.current_len())
         super().mark_complete_blocks(state, {name: min(count, most) for name, count in complete_blocks.items()})
 
