@@ -61,6 +61,8 @@ class FrontDoor:
         elif not self._is_allowed(scope):
             message = "the API key must be that of this server, got another or none. Send `Authorization: Bearer KEY`."
             await refusal(401, message, code="invalid_api_key")(scope, receive, send)
+        elif scope["path"] == OPEN and self.requests.is_stopping:
+            await JSONResponse({"status": "stopping"}, 503)(scope, receive, send)
         elif scope["path"].startswith("/v1/models/") or (scope["path"] in ROUTES and scope["path"] not in GENERATING):
             await self._app(scope, receive, send)
         elif scope["path"] not in ROUTES:
