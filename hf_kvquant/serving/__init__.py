@@ -7,5 +7,5 @@ of them (`writing.py`, `reading.py`) and answers of that (`forms.py`), refuses w
 counts (`metrics.py`) and ends in good order (`server.py`).
 
 `jobs` reads and answers lines of OpenAI's batches with `fields.py`, `chats.py`, `writing.py` and `forms.py`. These, and
-what they import, need no package of the server's.
+what they import, need no package of the server's. `load.py` is the other side: it asks a server, ours or another one.
 """
