@@ -361,7 +361,7 @@ def test_a_model_without_a_chat_template() -> None:
         assert response.status_code == 400 and "must come with a chat template, and" in response.text
 
 
-@pytest.mark.parametrize("method, path", [("POST", "/reset"), ("POST", "/load_model"), ("GET", "/docs"), ("GET", "/")])
+@pytest.mark.parametrize("method, path", [("POST", "/reset"), ("POST", "/load_model"), ("GET", "/docs")])
 def test_other_routes_are_not_there(running: Running, method: str, path: str) -> None:
     response = running.http.request(method, path, json={})
     assert response.status_code == 404

@@ -14,13 +14,14 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
@@ -28,7 +29,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from .fields import CHAT, COMPLETION, Refused
-from .front import FrontDoor, refusal
+from .front import PAGE, FrontDoor, refusal
 from .generation import Generation
 from .handlers import Handler
 from .metrics import Metrics
@@ -39,6 +40,11 @@ from .requests import SHUT_DOWN, OpenRequests
 WATCH_SECONDS = 0.25
 # Most seconds at the end for clients to take the last message, and for the step that runs; and the share of all.
 GRACE_SECONDS, GRACE_SHARE = 5, 0.2
+# The chat page has its own styles and script, and talks to this server alone.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 LEAST_SECONDS = 1  # of the whole end, so that there is time for messages
 
 
@@ -89,6 +95,12 @@ def start(
             message = f"there is no model {name!r}, only {models.served_name!r}."
             return refusal(404, message, param="model", code="model_not_found")
         return JSONResponse(models.card())
+
+    chat_page = Path(__file__).with_name("chat.html").read_text(encoding="utf-8")
+
+    @app.get(PAGE)
+    def chat() -> HTMLResponse:
+        return HTMLResponse(chat_page, headers={"content-security-policy": POLICY})
 
     @app.get("/metrics")
     def page() -> Response:

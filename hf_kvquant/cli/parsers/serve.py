@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     stop = "from a signal to the end; most of it is for running requests to finish (default: 25)"
     add("--shutdown-timeout", type=float, default=25, metavar="SECONDS", help=stop)
     add("--served-model-name", metavar="NAME", help="by which clients call the model (default: MODEL)")
-    add("--api-key", metavar="KEY", help="what clients must send, on all routes but /health (default: nothing)")
+    add("--api-key", metavar="KEY", help="what clients must send, on all routes but /health and / (default: nothing)")
     add("--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's own")
     add("--enable-cors", action="store_true", help="let web pages of other sites ask")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="of the log on stderr (default: warning)")
