@@ -21,10 +21,12 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID
 
-from .fields import BOTH as GENERATING
+from .fields import BOTH
 from .forms import error_body
 from .generation import Generation
+from .responses import ROUTE as RESPONSES
 
+GENERATING = (*BOTH, RESPONSES)
 HEALTH, PAGE = "/health", "/"
 OPEN = (HEALTH, PAGE)  # to anybody, also where a key is asked for; the page itself asks for the key
 ROUTES = (*GENERATING, "/v1/models", "/v1/models/{model}", HEALTH, "/metrics", PAGE)

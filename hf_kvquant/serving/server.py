@@ -31,7 +31,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from .fields import CHAT, COMPLETION, Refused
 from .front import PAGE, FrontDoor, refusal
 from .generation import Generation
-from .handlers import Handler
+from .handlers import Handler, ResponseHandler
 from .metrics import Metrics
 from .model import PatchedModels
 from .requests import SHUT_DOWN, OpenRequests
@@ -74,6 +74,7 @@ def start(
     generation = Generation(batching, OpenRequests(metrics), is_sampled)
     generation.start(models.model, models.tokenizer)
     generation.watch(metrics)
+    responses: Any = ResponseHandler(models, generation)
     unserved: Any = None  # their routes end at the front door
     chats: Any = Handler(models, generation, CHAT)
     completions: Any = Handler(models, generation, COMPLETION)
@@ -82,7 +83,7 @@ def start(
         models,
         chats,
         completions,
-        response_handler=unserved,
+        response_handler=responses,
         transcription_handler=unserved,
         systemone_handler=unserved,
         generation_state=state,
