@@ -20,7 +20,7 @@ if not HAS_PAGES:
 
 from test_batching import PAGE, PROMPTS, alone, answers, batched, check_nothing_leaks, generation, managed, text
 
-from hf_kvquant.batching.cache import PageMemory
+from hf_kvquant.batching.memory import PageMemory
 
 hands_over = pytest.mark.skipif(not DO_MODELS_UPDATE_PAGES, reason="attention gets keys and values made of latents")
 

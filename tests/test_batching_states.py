@@ -41,7 +41,8 @@ from test_batching import (
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 
 from hf_kvquant.batching.batch import Group, Request, groups_of
-from hf_kvquant.batching.cache import PageMemory
+from hf_kvquant.batching.cache import PagedCache
+from hf_kvquant.batching.memory import PageMemory
 from hf_kvquant.batching.state_layers import StateLayers, StateProbe, unwrap, why_not_grouped, wrap
 from hf_kvquant.batching.states import STATES, GroupLayer, StateLayout, StatePart, add_lengths
 
@@ -324,6 +325,7 @@ def test_several_slots_in_a_sector() -> None:
 def test_memory_for_the_states_of_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers take states out of their slots, and more for a token than attention."""
     monkeypatch.setattr(PageMemory, "get_available_memory", lambda self: 64 * 10**6)
+    monkeypatch.setattr(PagedCache, "_sectors_of", lambda self, count, num_tokens: 10**6)  # all memory is of use
     found = []
     with patched(large(), "int8") as model:
         for most in (4, 24):

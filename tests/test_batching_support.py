@@ -421,12 +421,12 @@ def test_memory_of_unknown_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 @needs_pages
 def test_sizes_that_are_given_need_no_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_kvquant.batching import cache
+    from hf_kvquant.batching import memory
 
     def unknown() -> Any:
         return torch.device("cpu"), 0, 0, 0
 
-    for module in (support, cache):
+    for module in (support, memory):
         monkeypatch.setattr(module, "is_psutil_available", lambda: False)
     monkeypatch.setattr("transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown", unknown)
     with patched(models.llama(), "int8") as model:

@@ -83,6 +83,7 @@ LIGHT = """
         ("batch in --output out --preset int9 m", 2, "batch: `--preset` must be one of none, int8, "),
         ("serve m --preset int9", 2, "serve: `--preset` must be one of none, int8, "),
         ("serve m --cb-page-size 100", 2, "serve: `--cb-page-size` must be a multiple of 128 tokens, got 100."),
+        ("bench localhost:8000", 2, "bench: `URL` must begin with http:// or https://"),
         ("eval perplexity m --preset int9", 2, "eval perplexity: `--preset` must be one of none, int8, "),
         ("eval report m --output o --preset int9", 2, "eval report: `--preset` must be one of none, int8, "),
         ("eval recipes --help", 0, "turboquant-prod-4"),
@@ -98,7 +99,7 @@ def test_help_and_mistakes_need_neither_torch_nor_transformers(
 
 
 def test_every_command_explains_itself_without_torch(command: Command) -> None:
-    words = ["generate", "serve", "batch", "calibrate", "env", "eval"]
+    words = ["generate", "serve", "batch", "bench", "calibrate", "env", "eval"]
     evaluations = ["perplexity", "tasks", "long", "recipes", "report"]
     script = """
         from hf_kvquant import cli

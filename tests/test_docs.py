@@ -322,7 +322,7 @@ def test_presets_taken_by_default_are_those_of_the_page() -> None:
     assert every == "`eval perplexity` and `eval report --full` take all."
 
 
-@pytest.mark.parametrize("command", ["serve", "batch"])
+@pytest.mark.parametrize("command", ["serve", "bench", "batch"])
 def test_tables_of_options_are_complete(command: str) -> None:
     """Every option of the command is in the table of its page, and every one of the table is an option."""
     choices = next(iter(action.choices for action in parser()._actions if isinstance(action.choices, dict)))

@@ -164,8 +164,8 @@ def test_the_gpu_kernel(
 @pytest.mark.parametrize("formats", ON_GPUS, ids=name_of)
 def test_memory_may_lie_in_other_ways(formats: tuple[KVFormat, KVFormat]) -> None:
     """Queries that begin between multiples of 16 bytes, and dense tokens in float32, give the same bits."""
-    options: dict[str, Any] = {"sink_length": 4, "residual_length": 28}
-    case = latent_case(formats, 512, 64, dtype=torch.bfloat16, num_q_per_kv=20, q_len=2, lengths=(300, 17), **options)
+    options: dict[str, Any] = {"sink_length": 4, "residual_length": 28, "capacity": 320, "lengths": (300, 17)}
+    case = latent_case(formats, 512, 64, dtype=torch.bfloat16, num_q_per_kv=20, q_len=2, **options)
     planes = [clone(side, "cuda") for side in (filled(case, 0, None, ROTATED), filled(case, 1))]
     wide = [dataclasses.replace(side, tail=None if side.tail is None else side.tail.float()) for side in planes]
     query, lengths = given(case, 576).cuda(), case.lengths_tensor().cuda()

@@ -361,7 +361,7 @@ def test_a_model_without_a_chat_template() -> None:
         assert response.status_code == 400 and "must come with a chat template, and" in response.text
 
 
-@pytest.mark.parametrize("method, path", [("POST", "/reset"), ("POST", "/load_model"), ("GET", "/docs"), ("GET", "/")])
+@pytest.mark.parametrize("method, path", [("POST", "/reset"), ("POST", "/load_model"), ("GET", "/docs")])
 def test_other_routes_are_not_there(running: Running, method: str, path: str) -> None:
     response = running.http.request(method, path, json={})
     assert response.status_code == 404
@@ -411,7 +411,13 @@ def test_metrics_count_what_happened(folder: str) -> None:
         found = running.metrics()
         assert running.outcomes() == {"finished": 2, "cancelled": 0, "failed": 0, "rejected": 1}
         assert (found["prompt_tokens_total"], found["output_tokens_total"]) == (12, 10)
-        assert found["time_to_first_token_seconds_count"] == 2
+        assert found["queue_time_seconds_count"] == found["time_to_first_token_seconds_count"] == 2
+        assert (found["inter_token_latency_seconds_count"], found["request_latency_seconds_count"]) == (8, 2)
+        queue, first, rest, whole = (
+            found[f"{name}_seconds_sum"]
+            for name in ("queue_time", "time_to_first_token", "inter_token_latency", "request_latency")
+        )
+        assert 0 < queue <= first and 0 < rest and first + rest <= whole
         assert 0 < found["output_tokens_per_second"] <= 10 / 9
         assert (found["cache_room_tokens"], found["cache_pages"]) == (1024, 8)
         for name in ("requests_running", "requests_waiting", "cache_tokens", "cache_pages_used"):

@@ -24,7 +24,7 @@ if not HAS_PAGES:
 
 import httpx2
 from programs import Program, started
-from servers import serving
+from servers import held, serving
 from waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ def test_those_that_are_left_at_the_end_are_told(folder: str) -> None:
     ):
         answers = [pool.submit(running.complete, **LONG, stream=stream) for stream in (True, False)]
         until(lambda: running.generation.num_running() == 2)
-        running.server.should_exit = True
+        running.server.stop()
         streamed, whole = (answer.result() for answer in answers)
         told = "the server shut down before the answer was complete"
         assert json.loads(streamed.text.rstrip().rpartition("data: ")[2])["error"]["message"] == told
@@ -55,12 +55,55 @@ def test_those_that_are_left_at_the_end_are_told(folder: str) -> None:
         assert running.app.requests.metrics.outcomes["cancelled"]._value.get() == 2
 
 
-def test_no_request_is_taken_after_the_signal(folder: str) -> None:
-    with serving(folder, num_blocks=32) as running:
-        running.app.requests.is_stopping = True
-        response = running.complete(**LONG)
-        assert response.status_code == 503
-        assert response.json()["error"]["message"] == "the server is shutting down."
+def test_after_the_signal_the_server_says_so(folder: str) -> None:
+    """It takes no requests, and tells supervisors about itself while others finish."""
+    with (
+        serving(folder, shutdown_timeout=PATIENCE, num_blocks=32) as running,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        with held(running):
+            answer = pool.submit(running.complete, prompt="a", max_tokens=3)
+            until(lambda: running.app.requests.num_unanswered() == 1)
+            assert running.http.get("/health").status_code == 200
+            running.server.stop()
+            with httpx2.Client(base_url=running.url, timeout=PATIENCE) as newcomer:
+                health, page = newcomer.get("/health"), newcomer.get("/metrics")
+                assert (health.status_code, health.json()) == (503, {"status": "stopping"})
+                assert page.status_code == 200 and "hf_kvquant_requests_waiting" in page.text
+                refused = newcomer.post("/v1/completions", json=LONG)
+                assert refused.status_code == 503
+                assert refused.json()["error"]["message"] == "the server is shutting down."
+        assert answer.result().json()["usage"]["completion_tokens"] == 3
+        running.thread.join(PATIENCE)
+
+
+def test_the_end_does_not_wait_for_a_long_step(folder: str, tmp_path: Path) -> None:
+    """transformers' thread would keep the process alive."""
+    script = tmp_path / "script.py"
+    script.write_text(STUCK.format(folder=folder), encoding="utf-8")
+    with started(program := Program(str(script))):
+        url = program.says("/v1\n").rpartition("Ready on ")[2].strip()
+        body = {"prompt": "a", "max_tokens": 100, "stream": True}
+        with httpx2.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE) as response:
+            program.says("stuck\n")
+            program.signal(signal.SIGTERM)
+            assert '"message":"the server shut down before' in "".join(response.iter_text())
+        assert program.end() == 0 and "Stopping: 1 requests have 1.6 seconds." in program.out
+
+
+STUCK = """
+import threading
+from hf_kvquant import cli
+from hf_kvquant.batching.manager import Processor
+
+def step(self, model):
+    print("stuck", flush=True)
+    threading.Event().wait()
+
+Processor._generation_step = step
+sizes = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--shutdown-timeout", "2")
+cli.main(["serve", {folder!r}, "--port", "0", "--host", "127.0.0.1", "--device", "cpu", *sizes])
+"""
 
 
 @pytest.fixture
@@ -78,7 +121,7 @@ def command(folder: str) -> Iterator[tuple[Program, str]]:
         yield program, ready.removeprefix("Ready on ")
 
 
-STOPPING = f"Stopping: 1 requests have {PATIENCE} seconds. Signal again to end now.\n"
+STOPPING = f"Stopping: 1 requests have {PATIENCE - 5} seconds. Signal again to end now.\n"
 
 
 def test_a_signal_lets_running_requests_finish(command: tuple[Program, str]) -> None:
@@ -88,8 +131,11 @@ def test_a_signal_lets_running_requests_finish(command: tuple[Program, str]) -> 
         pieces = response.iter_lines()
         next(pieces)
         program.signal(signal.SIGTERM)
+        program.says(STOPPING)
+        health = httpx2.get(url.removesuffix("/v1") + "/health")
         text = "\n".join(pieces)
     assert '"finish_reason":"length"' in text and '"completion_tokens":200' in text
+    assert (health.status_code, health.json()) == (503, {"status": "stopping"})
     assert program.end() == 0 and program.out.endswith(f"/v1\n{STOPPING}")
     assert "Traceback" not in program.err
     with pytest.raises(httpx2.ConnectError):
@@ -134,7 +180,8 @@ def test_the_page_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
     options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert options <= set(re.findall(r"--[a-z-]+", page))
     default = cli.parser().parse_args(["serve", "MODEL"]).shutdown_timeout
-    assert f"| `--shutdown-timeout` | seconds that running requests have after a signal; {default} by default |" in page
+    assert f"| `--shutdown-timeout` | seconds from a signal to the end of the server; {default} by default |" in page
+    assert default < 30  # Kubernetes' terminationGracePeriodSeconds, and torchrun's patience
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""transformers' paged cache with our pages: the allocator that lays them out, and the sizing of their memory.
+"""transformers' paged cache with our pages: the allocator that lays them out.
 
 transformers gives out blocks (the pages of all layers for the same tokens) to requests, shares, copies, offloads and
 frees them. It moves bytes and does not look at them. So only three things are ours: how many bytes a page has, how
-they become planes, and how much memory a forward needs besides.
+they become planes, and how much memory all of it takes (`memory.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
     FULL_ATTENTION,
     CacheAllocator,
@@ -27,18 +27,16 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.generation.continuous_batching.requests import RequestState
-from transformers.generation.continuous_batching.utils import find_head_dim
-from transformers.utils.import_utils import is_psutil_available
 
 from .. import ops
 from ..attention.registry import is_ours
 from ..cache.handle import noted
-from ..models.latent import channels_at_peak, keeps_latents
 from ..spec import reference
 from ..spec.key_transform import KeyTransform
 from ..spec.pages import PART_ALIGNMENT, PageLayout
 from ..upstream.releases import DO_MODELS_UPDATE_PAGES
 from .batch import Group
+from .memory import PageMemory, zeros
 from .sinks import KeptSinks
 from .states import STATES, StateAllocator, StateLayout
 
@@ -277,58 +275,6 @@ class PageAllocator(FullAttentionCacheAllocator):
         raise _other_attention()
 
 
-class PageMemory(PagedAttentionMemoryHandler):
-    """Sizes a cache whose pages are attended to in place: no mask, and no keys and values that are gathered first.
-
-    Args:
-        states: Of a request; `None` if no layer has a state.
-        **options: See `PagedAttentionMemoryHandler`.
-    """
-
-    def __init__(self, states: StateLayout | None = None, **options: Any) -> None:
-        self._states = states
-        super().__init__(**options)
-        self.num_attention_masks = 0
-        # For each new token: its keys and values by group, and repeated for every query head where a prompt attends to
-        # itself.
-        num_kv_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        self.kv_heads_at_peak = 2 * num_kv_heads + 2 * self.config.num_attention_heads
-        if keeps_latents(self.config):
-            self.kv_heads_at_peak = -(-channels_at_peak(self.config) // find_head_dim(self.config))
-
-    @property
-    def bytes_per_cache_token(self) -> int:
-        """Bytes that a token held takes besides the cache: none."""
-        return 0
-
-    @property
-    def bytes_per_batch_token(self) -> int:
-        """Bytes that a new token takes. Layers with a state may take more than attention, and less."""
-        num_bytes: int = super().bytes_per_batch_token
-        return num_bytes if self._states is None else max(num_bytes, self._states.bytes_of_new_token)
-
-    @property
-    def fixed_overhead_bytes(self) -> int:
-        """See `PagedAttentionMemoryHandler`. A layer reads the states of a step into tensors of their own.
-
-        These are there three times: as they were, as they become, and as they are written. So many requests take part
-        as have a state and a page in all memory.
-        """
-        num_bytes: int = super().fixed_overhead_bytes
-        if self._states is None:
-            return num_bytes
-        fitting = self.available_memory // (self._states.num_bytes + self.bytes_per_block)
-        most = min(self.cb_config.max_requests_per_batch or fitting, fitting)
-        return num_bytes + 3 * most * self._states.num_bytes_of_layer
-
-    def _check_footprint(self, max_batch_tokens: int, num_sectors: int) -> tuple[int, int]:
-        is_given = self.cb_config.num_blocks is not None and self.cb_config.max_batch_tokens is not None
-        if is_given and not is_psutil_available():  # the free memory is unknown
-            return max_batch_tokens, num_sectors
-        checked: tuple[int, int] = super()._check_footprint(max_batch_tokens, num_sectors)
-        return checked
-
-
 def sector_of(allocator: PageAllocator, states: StateLayout | None) -> tuple[int, int]:
     """Bytes of a sector, and of a slot for states in it; 0 if no layer has a state."""
     if states is None:
@@ -409,6 +355,8 @@ class PagedCache(PagedAttentionCache):
         self.tokens_per_sector = blocks_per_sector * allocator.tokens_per_page
         sizes = PageMemory(
             states,
+            self.device,
+            self._sectors_of,
             config=config,
             cb_config=continuous_batching_config,
             dtype=self.dtype,
@@ -425,7 +373,7 @@ class PagedCache(PagedAttentionCache):
             check_room(layers, states, self.num_blocks, is_given=is_given)
         # Zeros, since kernels read whole tiles: see `KVFormat.allocate`. The first two sectors are transformers' trash.
         num_bytes = self.num_sectors * self.bytes_per_sector
-        self.cache_tensor = torch.zeros(num_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
+        self.cache_tensor = zeros(num_bytes + 2 * self.bytes_per_sector, torch.device(device))
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
         for each in self.cache_allocators.values():
             each.register_cache_tensor(self.bytes_per_sector, num_bytes, self.cache_tensor, self.pool)
@@ -458,15 +406,18 @@ class PagedCache(PagedAttentionCache):
         """Requests that all memory has room for, with a page of tokens each; `None` if no layer has a state."""
         if self.states is None:
             return None
-        allocators = (self.allocator, 1 + self.allocator.num_tails), (self.states, 1)
-
-        def num_sectors(count: int) -> int:
-            return sum(-(-count * blocks // each.blocks_per_sector) for each, blocks in allocators)
-
         most = 0
-        while num_sectors(most + 1) <= self.num_sectors:
+        while self._sectors_of(most + 1, 1) <= self.num_sectors:
             most += 1
         return most
+
+    def _sectors_of(self, count: int, num_tokens: int) -> int:
+        """Sectors for so many requests with so many tokens each."""
+        pages = count * (self.allocator.num_tails + math.ceil(num_tokens / self.allocator.tokens_per_page))
+        needs = [pages * self.allocator.bytes_per_block]
+        if self.states is not None:
+            needs.append(count * self.states.bytes_per_block)
+        return sum(math.ceil(num_bytes / self.bytes_per_sector) for num_bytes in needs)
 
     def planned(self, group: Group) -> Group:
         """A group, with a split plan if the GPU's kernel for single tokens serves it.

@@ -31,6 +31,7 @@ from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer, check_room
 from .grammars import Grammars
+from .memory import CPU_SHARE
 from .runner import Runner, inputs_of, max_blocks_of, settle_graphs
 from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
@@ -242,6 +243,9 @@ class Manager(ContinuousBatchingManager):
                 tell_nothing_is_shared(type(model).__name__)
         resolved = copy.copy(continuous_batching_config)
         resolved.page_size = next(iter(pages.values())).num_tokens
+        is_open = resolved.max_memory_percent is None and resolved.num_blocks is None
+        if is_open and model.device.type == "cpu":
+            resolved.max_memory_percent = CPU_SHARE
         settle_graphs(resolved, model.device, can_capture=why_not_captured(model) is None)
         try:
             with known_types(text_config_of(model)):

@@ -147,7 +147,7 @@ def add_batching(parser: argparse.ArgumentParser) -> None:
     batch = "most tokens of one forward; longer prompts come in parts (default: by the memory)"
     add("--cb-max-batch-tokens", type=int, metavar="N", help=batch)
     add("--cb-max-requests-per-batch", type=int, metavar="N", help="most requests of one forward (default: 1024)")
-    memory = "share of the free memory for the cache, up to 1 (default: 0.9 on a GPU, 0.8 if it samples, 0.6 elsewhere)"
+    memory = "share of the free memory for the cache, up to 1 (default: 0.9 on a GPU, 0.8 if it samples, 0.3 elsewhere)"
     add("--cb-max-memory-percent", type=float, metavar="X", help=memory)
     graphs = "replay decode steps as CUDA graphs (default: on a GPU)"
     add("--cb-use-cuda-graph", action=argparse.BooleanOptionalAction, help=graphs)

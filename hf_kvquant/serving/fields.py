@@ -77,7 +77,7 @@ class Field:
     why_not: Callable[[Any], str | None] = lambda value: None
 
 
-def _without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
+def without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
     """A field that is not served: it may have the values that change nothing."""
     values = "".join(f"{json.dumps(value)} or " for value in neutral)
     return Field(f"{values}left out", lambda value: any(_is_same(value, each) for each in neutral), routes, False)
@@ -88,7 +88,7 @@ def _elsewhere() -> Field:
     return Field("left out; `structured_outputs` does the same", lambda value: False, BOTH, False)
 
 
-def _note(routes: tuple[str, ...] = BOTH) -> Field:
+def note(routes: tuple[str, ...] = BOTH) -> Field:
     """A field for the client's own use, which never changes an answer."""
     return Field("anything", lambda value: True, routes, False)
 
@@ -190,28 +190,28 @@ FIELDS: dict[str, Field] = {
         "an object", lambda value: isinstance(value, dict), (CHAT,), why_not=_wrong_options_of_template
     ),
     # OpenAI's fields for which there is nothing here.
-    "audio": _without_effect(routes=(CHAT,)),
-    "best_of": _without_effect(1, routes=(COMPLETION,)),
-    "function_call": _without_effect("none", "auto", routes=(CHAT,)),
-    "functions": _without_effect([], routes=(CHAT,)),
-    "modalities": _without_effect(["text"], routes=(CHAT,)),
-    "moderation": _without_effect(routes=(CHAT,)),
-    "prediction": _without_effect(routes=(CHAT,)),
-    "reasoning_effort": _without_effect(routes=(CHAT,)),
-    "service_tier": _without_effect("auto", "default", routes=(CHAT,)),
-    "store": _without_effect(False, routes=(CHAT,)),
-    "suffix": _without_effect("", routes=(COMPLETION,)),
-    "verbosity": _without_effect(routes=(CHAT,)),
-    "web_search_options": _without_effect(routes=(CHAT,)),
+    "audio": without_effect(routes=(CHAT,)),
+    "best_of": without_effect(1, routes=(COMPLETION,)),
+    "function_call": without_effect("none", "auto", routes=(CHAT,)),
+    "functions": without_effect([], routes=(CHAT,)),
+    "modalities": without_effect(["text"], routes=(CHAT,)),
+    "moderation": without_effect(routes=(CHAT,)),
+    "prediction": without_effect(routes=(CHAT,)),
+    "reasoning_effort": without_effect(routes=(CHAT,)),
+    "service_tier": without_effect("auto", "default", routes=(CHAT,)),
+    "store": without_effect(False, routes=(CHAT,)),
+    "suffix": without_effect("", routes=(COMPLETION,)),
+    "verbosity": without_effect(routes=(CHAT,)),
+    "web_search_options": without_effect(routes=(CHAT,)),
     # Other servers' names of `structured_outputs`.
     **dict.fromkeys(("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex"), _elsewhere()),
     # Notes of the client's.
-    "metadata": _note((CHAT,)),
-    "prompt_cache_key": _note((CHAT,)),
-    "prompt_cache_options": _note((CHAT,)),
-    "prompt_cache_retention": _note((CHAT,)),
-    "safety_identifier": _note((CHAT,)),
-    "user": _note(),
+    "metadata": note((CHAT,)),
+    "prompt_cache_key": note((CHAT,)),
+    "prompt_cache_options": note((CHAT,)),
+    "prompt_cache_retention": note((CHAT,)),
+    "safety_identifier": note((CHAT,)),
+    "user": note(),
 }
 # Fields that say how tokens are chosen.
 SETTINGS = (
@@ -300,18 +300,7 @@ def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Par
     Raises:
         Refused: A field is not known or not served, or its value is wrong.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        field = FIELDS.get(name)
-        if field is None or route not in field.routes:
-            known = [each for each, other in FIELDS.items() if route in other.routes]
-            message = f"`{name}` must be left out, since {route} has no such field.{did_you_mean(name, known)}"
-            raise Refused(message, param=name)
-        if not field.is_right(value):
-            raise _wrong(name, value)
-        why_not = field.why_not(value)
-        if why_not is not None:
-            raise Refused(f"`{name}` must {why_not}.", param=name)
+    given = checked(body, {name: field for name, field in FIELDS.items() if route in field.routes}, route)
     if model is not None and given.get("model", model) != model:
         message = f"`model` must be {model!r} or left out, got {shown(given['model'])}. See /v1/models."
         raise Refused(message, status=404, param="model", code="model_not_found")
@@ -341,6 +330,31 @@ def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Par
         structure={name: given[name] for name in STRUCTURE if name in given},
         tools=_tools(given),
     )
+
+
+def checked(body: Mapping[str, Any], fields: Mapping[str, Field], route: str) -> dict[str, Any]:
+    """The fields of a body that are not left out, each checked by itself.
+
+    Args:
+        body: Of a request.
+        fields: Of its route.
+        route: For messages.
+
+    Raises:
+        Refused: A field is not known or not served, or its value is wrong.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        field = fields.get(name)
+        if field is None:
+            message = f"`{name}` must be left out, since {route} has no such field.{did_you_mean(name, fields)}"
+            raise Refused(message, param=name)
+        if not field.is_right(value):
+            raise wrong(name, value, field)
+        why_not = field.why_not(value)
+        if why_not is not None:
+            raise Refused(f"`{name}` must {why_not}.", param=name)
+    return given
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
@@ -423,6 +437,10 @@ def _is_same(value: Any, neutral: Any) -> bool:
 
 
 def _wrong(name: str, got: Any) -> Refused:
-    field = FIELDS[name]
+    return wrong(name, got, FIELDS[name])
+
+
+def wrong(name: str, got: Any, field: Field) -> Refused:
+    """The refusal of a value of a field."""
     expected = field.expected if field.is_served else f"{field.expected}, since it is not served"
     return Refused(f"`{name}` must be {expected}, got {shown(got)}.", param=name)

@@ -73,6 +73,14 @@ class Form:
         """The first chunks of a stream, before there is any text."""
         return ""
 
+    def closing(self, usage: Usage | None) -> str:
+        """The last chunks of a stream, with the numbers of tokens if the client wants them."""
+        return ("" if usage is None else self.chunk([], usage)) + END
+
+    def failure(self, status: int, message: str) -> str:
+        """The last chunk of a stream that failed."""
+        return event(error_body(status, message))
+
     def content(self, texts: Sequence[str | ToolCall]) -> dict[str, Any]:
         """The text of an answer in one piece."""
         raise NotImplementedError

@@ -21,12 +21,15 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID
 
-from .fields import BOTH as GENERATING
+from .fields import BOTH
 from .forms import error_body
 from .generation import Generation
+from .responses import ROUTE as RESPONSES
 
-OPEN = "/health"  # to anybody, also where a key is asked for
-ROUTES = (*GENERATING, "/v1/models", "/v1/models/{model}", OPEN, "/metrics")
+GENERATING = (*BOTH, RESPONSES)
+HEALTH, PAGE = "/health", "/"
+OPEN = (HEALTH, PAGE)  # to anybody, also where a key is asked for; the page itself asks for the key
+ROUTES = (*GENERATING, "/v1/models", "/v1/models/{model}", HEALTH, "/metrics", PAGE)
 RETRY_SECONDS = 1
 # Bytes of a body for each token that a request may have, and the least limit.
 BYTES_PER_TOKEN, MIN_BODY = 64, 2**20
@@ -61,6 +64,8 @@ class FrontDoor:
         elif not self._is_allowed(scope):
             message = "the API key must be that of this server, got another or none. Send `Authorization: Bearer KEY`."
             await refusal(401, message, code="invalid_api_key")(scope, receive, send)
+        elif scope["path"] == HEALTH and self.requests.is_stopping:
+            await JSONResponse({"status": "stopping"}, 503)(scope, receive, send)
         elif scope["path"].startswith("/v1/models/") or (scope["path"] in ROUTES and scope["path"] not in GENERATING):
             await self._app(scope, receive, send)
         elif scope["path"] not in ROUTES:
@@ -76,7 +81,7 @@ class FrontDoor:
 
     def _is_allowed(self, scope: Scope) -> bool:
         """Whether a client has the key. Browsers ask without it which methods of other sites they may use."""
-        if self._authorization is None or scope["path"] == OPEN or scope["method"] == "OPTIONS":
+        if self._authorization is None or scope["path"] in OPEN or scope["method"] == "OPTIONS":
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
         return secrets.compare_digest(given, self._authorization)

@@ -243,8 +243,12 @@ class Generation:
         ends = self._own.eos_token_id
         return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
-    def stop(self) -> None:
-        """Stop at once: whoever is left gets an error. Does nothing the second time."""
+    def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """Stop at once: whoever is left gets an error. Does nothing the second time.
+
+        Args:
+            timeout: Seconds to wait for the step that runs.
+        """
         if self.manager.is_running():
-            self.manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
+            self.manager.stop(block=True, timeout=timeout, hard_stop=True)
         self.manager.destroy()

@@ -17,12 +17,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from .chats import Chats
 from .fields import CHAT, MAX_ANSWERS, Parameters, Refused, parameters_of, prompts_of
-from .forms import END, ChatForm, CompletionForm, Form, Usage, error_body, event
+from .forms import ChatForm, CompletionForm, Form, Usage
 from .generation import Generation
 from .model import PatchedModels
 from .pieces import Piece
 from .reading import Reader
 from .requests import OpenRequest
+from .response_form import ResponseForm
+from .responses import by_its_names, chat_of
 from .writing import Writer, text_of
 
 
@@ -47,7 +49,12 @@ class Handler:
             Refused: The request is wrong.
             HTTPException: It failed.
         """
-        request = self._generation.requests.by_id[request_id]
+        kind: type[Form] = ChatForm if self._route == CHAT else CompletionForm
+        return await self._answer(body, kind(request_id, self._models.served_name))
+
+    async def _answer(self, body: dict[str, Any], form: Form) -> Any:
+        """Answer a request in a form."""
+        request = self._generation.requests.by_id[form.request_id]
         asked = parameters_of(body, self._route, self._models.served_name)
         prompts = self._prompts(body, asked)
         limits = [self._generation.new_tokens(len(prompt), asked.max_new_tokens) for prompt in prompts]
@@ -68,8 +75,6 @@ class Handler:
                 sampling=sampling and dataclasses.replace(sampling, choice=choice),
             )
         echoes = self._echoes(body, asked)
-        kind: type[Form] = ChatForm if self._route == CHAT else CompletionForm
-        form = kind(request_id, self._models.served_name)
         num_prompt = sum(map(len, prompts))
         if asked.is_streamed:
             usage = num_prompt if asked.includes_usage else None
@@ -127,15 +132,31 @@ class Handler:
         while (piece := await request.news.get()) is not None:
             yield form.chunks(piece)
         if request.error is not None:
-            yield event(error_body(self._status(request), request.error))
+            yield form.failure(self._status(request), request.error)
             return
-        if num_prompt is not None:
-            yield form.chunk([], Usage(num_prompt, _num_new(request)))
-        yield END
+        yield form.closing(None if num_prompt is None else Usage(num_prompt, _num_new(request)))
 
     def _status(self, request: OpenRequest) -> int:
         """Of an answer that failed."""
         return request.status if request.status >= 400 else 503 if self._generation.is_ending() else 500
+
+
+class ResponseHandler(Handler):
+    """Answers `/v1/responses`, whose requests are chats in another form.
+
+    Args:
+        models: See `Handler`.
+        generation: Likewise.
+    """
+
+    def __init__(self, models: PatchedModels, generation: Generation) -> None:
+        super().__init__(models, generation, CHAT)
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """See `Handler`."""
+        chat = chat_of(body)
+        with by_its_names():
+            return await self._answer(chat, ResponseForm(request_id, self._models.served_name, asked=body))
 
 
 def _num_new(request: OpenRequest) -> int:

@@ -36,6 +36,7 @@ class OpenAnswer:
         end_tokens: Any of them ends it.
         is_followed: Whether somebody has to see each token as it comes.
         num_generated: Tokens that the generation thread has made.
+        last_token: When the newest of them was made, in seconds of `time.perf_counter`.
         is_over: Whether it has ended.
     """
 
@@ -46,6 +47,7 @@ class OpenAnswer:
     end_tokens: Collection[int]
     is_followed: bool
     num_generated: int = 0
+    last_token: float = 0.0
     is_over: bool = False
 
 
@@ -133,8 +135,14 @@ class OpenRequests:
             return False
         num_new = len(output.generated_tokens) - answer.num_generated
         if num_new > 0:
+            now, arrived, num_later = time.perf_counter(), answer.request.arrived, num_new
             if answer.num_generated == 0:
-                self.metrics.first_token.observe(time.perf_counter() - answer.request.arrived)
+                self.metrics.queue.add(max(output.lifespan[0] - arrived, 0.0))
+                self.metrics.first_token.add(now - arrived)
+                answer.last_token, num_later = now, num_new - 1
+            if num_later:
+                self.metrics.between_tokens.add((now - answer.last_token) / num_later, num_later)
+                answer.last_token = now
             answer.num_generated += num_new
             self.metrics.output_tokens.inc(num_new)
             self.metrics.rate.add(num_new)
@@ -181,6 +189,7 @@ class OpenRequests:
             return
         answer.request.news.put_nowait(piece)
         if answer.request.num_open == 0:
+            self.metrics.whole.add(time.perf_counter() - answer.request.arrived)
             self._end(answer.request, "finished")
 
     def _fail(self, request: OpenRequest, outcome: str, error: str) -> None:

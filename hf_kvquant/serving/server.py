@@ -1,7 +1,9 @@
 """`Server`: the whole, run by uvicorn. It begins with the model in place and ends in good order.
 
-uvicorn's own end lets clients finish, and then cuts them off without a word. Here those that are left get a message, a
-second signal of either kind ends the process, and a signal is not raised again at the end: the exit code is 0.
+uvicorn's own end closes the door, lets clients finish, and then cuts them off without a word. Here whoever comes later
+is told, and `/health` and `/metrics` answer until the last request has ended. Those that are left get a message. The
+end is on time, whatever runs. A second signal of either kind ends the process at once. A signal is not raised again at
+the end: the exit code is 0.
 """
 
 from __future__ import annotations
@@ -10,13 +12,16 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
+import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
@@ -24,17 +29,23 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from .fields import CHAT, COMPLETION, Refused
-from .front import FrontDoor, refusal
+from .front import PAGE, FrontDoor, refusal
 from .generation import Generation
-from .handlers import Handler
+from .handlers import Handler, ResponseHandler
 from .metrics import Metrics
 from .model import PatchedModels
 from .requests import SHUT_DOWN, OpenRequests
 
 # How often somebody looks whether the generation thread has left requests behind.
 WATCH_SECONDS = 0.25
-# For clients to take the last message before uvicorn cuts them off.
-GRACE_SECONDS = 5
+# Most seconds at the end for clients to take the last message, and for the step that runs; and the share of all.
+GRACE_SECONDS, GRACE_SHARE = 5, 0.2
+# The chat page has its own styles and script, and talks to this server alone.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+LEAST_SECONDS = 1  # of the whole end, so that there is time for messages
 
 
 def start(
@@ -63,6 +74,7 @@ def start(
     generation = Generation(batching, OpenRequests(metrics), is_sampled)
     generation.start(models.model, models.tokenizer)
     generation.watch(metrics)
+    responses: Any = ResponseHandler(models, generation)
     unserved: Any = None  # their routes end at the front door
     chats: Any = Handler(models, generation, CHAT)
     completions: Any = Handler(models, generation, COMPLETION)
@@ -71,7 +83,7 @@ def start(
         models,
         chats,
         completions,
-        response_handler=unserved,
+        response_handler=responses,
         transcription_handler=unserved,
         systemone_handler=unserved,
         generation_state=state,
@@ -84,6 +96,12 @@ def start(
             message = f"there is no model {name!r}, only {models.served_name!r}."
             return refusal(404, message, param="model", code="model_not_found")
         return JSONResponse(models.card())
+
+    chat_page = Path(__file__).with_name("chat.html").read_text(encoding="utf-8")
+
+    @app.get(PAGE)
+    def chat() -> HTMLResponse:
+        return HTMLResponse(chat_page, headers={"content-security-policy": POLICY})
 
     @app.get("/metrics")
     def page() -> Response:
@@ -132,28 +150,33 @@ class Server(uvicorn.Server):
 
     Args:
         app: What answers.
-        shutdown_timeout: Seconds that running requests have after a signal.
+        shutdown_timeout: Seconds from a signal to the end, most of which running requests have to finish.
         log_level: Of uvicorn.
     """
 
     def __init__(self, app: FrontDoor, *, shutdown_timeout: float, log_level: str = "warning") -> None:
-        config = uvicorn.Config(
-            app,
-            log_level=log_level,
-            access_log=False,
-            timeout_graceful_shutdown=int(shutdown_timeout) + 1 + GRACE_SECONDS,
-        )
-        super().__init__(config)
+        super().__init__(uvicorn.Config(app, log_level=log_level, access_log=False))
         self._requests, self._generation = app.requests, app.generation
-        self._shutdown_timeout = shutdown_timeout
+        self._shutdown_timeout = max(shutdown_timeout, LEAST_SECONDS)
+        self._for_requests = shutdown_timeout - min(GRACE_SECONDS, GRACE_SHARE * shutdown_timeout)
+        self._stopped = 0.0  # when, in seconds of `time.monotonic`
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First let requests finish, then end at once. uvicorn calls it for SIGINT and SIGTERM."""
         if self._requests.is_stopping:
             os._exit(128 + sig)
-        self._requests.is_stopping = self.should_exit = True
-        left = f"{self._requests.num_unanswered()} requests have {self._shutdown_timeout:g} seconds"
+        self.stop()
+        # Neither a long step nor anything else that does not hear of the end may delay it.
+        last = threading.Timer(self._shutdown_timeout, os._exit, (0,))
+        last.daemon = True
+        last.start()
+        left = f"{self._requests.num_unanswered()} requests have {self._for_requests:g} seconds"
         print(f"Stopping: {left}. Signal again to end now.", flush=True)
+
+    def stop(self) -> None:
+        """Take no more requests, and end once the open ones have ended, or when their time is over."""
+        self._stopped = time.monotonic()
+        self._requests.is_stopping = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
@@ -165,24 +188,32 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
-        self._requests.is_stopping = True
-        cutting = asyncio.ensure_future(self._cut())
+        if not self._requests.is_stopping:
+            self.stop()
+        most: Any = self._seconds_left()  # uvicorn's annotation wants whole seconds, and its code takes any
+        self.config.timeout_graceful_shutdown = most
         try:
             await super().shutdown(sockets)
         finally:
-            for task in (cutting, self._watching):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-            await asyncio.to_thread(self._generation.stop)
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+            await asyncio.to_thread(self._generation.stop, self._seconds_left())
 
-    async def _cut(self) -> None:
-        await asyncio.sleep(self._shutdown_timeout)
-        while True:  # also those that were accepted before the signal and are submitted now
-            self._requests.end_all("cancelled", SHUT_DOWN, 503)
-            await asyncio.sleep(WATCH_SECONDS)
+    def _seconds_left(self) -> float:
+        return max(self._stopped + self._shutdown_timeout - time.monotonic(), 0.0)
 
     async def _watch(self) -> None:
         while True:
             self._generation.fail_lost()
+            if self._requests.is_stopping:
+                self._drain()
             await asyncio.sleep(WATCH_SECONDS)
+
+    def _drain(self) -> None:
+        """End requests whose time is over, and then the server."""
+        passed = time.monotonic() - self._stopped
+        if passed >= self._for_requests:  # again and again: some were accepted before the signal and are submitted now
+            self._requests.end_all("cancelled", SHUT_DOWN, 503)
+        is_late = passed >= (self._for_requests + self._shutdown_timeout) / 2
+        self.should_exit |= is_late or not any(each.is_admitted for each in self._requests.by_id.values())

@@ -33,10 +33,10 @@ def add_parser(commands: Any) -> None:
     add("--sample", action="store_true", help="sample requests that do not say; without, these are greedy")
     waiting = "requests that may wait; more are answered with 429 (default: 1024)"
     add("--max-waiting", type=int, default=1024, metavar="N", help=waiting)
-    stop = "after a signal, time for running requests to finish (default: 30)"
-    add("--shutdown-timeout", type=float, default=30, metavar="SECONDS", help=stop)
+    stop = "from a signal to the end; most of it is for running requests to finish (default: 25)"
+    add("--shutdown-timeout", type=float, default=25, metavar="SECONDS", help=stop)
     add("--served-model-name", metavar="NAME", help="by which clients call the model (default: MODEL)")
-    add("--api-key", metavar="KEY", help="what clients must send, on all routes but /health (default: nothing)")
+    add("--api-key", metavar="KEY", help="what clients must send, on all routes but /health and / (default: nothing)")
     add("--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's own")
     add("--enable-cors", action="store_true", help="let web pages of other sites ask")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="of the log on stderr (default: warning)")

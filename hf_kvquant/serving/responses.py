@@ -1,0 +1,222 @@
+"""`/v1/responses`: its fields, and the chat that a request asks for.
+
+transformers' server has this route without memory: nothing is stored, so a client sends the whole conversation. A
+request becomes the body of a chat and is answered as one. `FIELDS` decides what is served, as that of `fields.py` does
+for the other routes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from . import fields as chat
+from .fields import CHAT, Field, Refused, note, without_effect
+from .structured import is_format, shown
+from .tools import is_choice, is_tools, wrong_tools
+
+ROUTE = "/v1/responses"
+_PARTS = ("input_text", "output_text", "text")
+# Keys of items that say nothing to a model.
+_NOTES = {"id", "status", "phase", "type"}
+
+
+def _is_input(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(map(_is_item, value)))
+
+
+def _is_item(item: Any) -> bool:
+    if not isinstance(item, dict):
+        return False
+    kind, more = item.get("type", "message"), item.keys() - _NOTES
+    if kind in _PARTS:  # a part of the only message
+        return _is_part(item)
+    if kind == "message":
+        return more == {"role", "content"} and isinstance(item["role"], str) and _is_content(item["content"])
+    if kind == "reasoning":
+        return more <= {"summary", "content", "encrypted_content"} and _is_thoughts(item)
+    if kind == "function_call":
+        texts = (item.get(name) for name in ("call_id", "name", "arguments"))
+        return more == {"call_id", "name", "arguments"} and all(isinstance(text, str) for text in texts)
+    if kind == "function_call_output":
+        return more == {"call_id", "output"} and isinstance(item["call_id"], str) and _is_content(item["output"])
+    return False
+
+
+def _is_content(content: Any) -> bool:
+    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _PARTS and isinstance(part.get("text"), str)
+
+
+def _is_thoughts(item: dict[str, Any]) -> bool:
+    parts = item.get("content") or []
+    is_right = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+    return is_right and all(isinstance(part.get("text"), str) for part in parts) and not item.get("encrypted_content")
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() <= {"format", "verbosity"} or value.get("verbosity"):
+        return False
+    return value.get("format") is None or (isinstance(value["format"], dict) and is_format(_format(value["format"])))
+
+
+def _is_tools(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value) and is_tools(_tools(value))
+
+
+def _is_choice(value: Any) -> bool:
+    return is_choice(_choice(value))
+
+
+def _format(given: dict[str, Any]) -> dict[str, Any]:
+    """A `response_format` of chats."""
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: each for name, each in given.items() if name != "type"}}
+
+
+def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`tools` of chats. Those of this route have no `function` around what says which it is."""
+    return [
+        {"type": each.get("type"), "function": {name: value for name, value in each.items() if name != "type"}}
+        for each in given
+    ]
+
+
+def _choice(given: Any) -> Any:
+    """A `tool_choice` of chats."""
+    if not isinstance(given, dict):
+        return given
+    return {"type": given.get("type"), "function": {name: each for name, each in given.items() if name != "type"}}
+
+
+_AS_IN_CHATS = (*chat.SETTINGS, "chat_template_kwargs")
+FIELDS: dict[str, Field] = {
+    "input": Field("a text, or a list of messages of texts, calls and their outputs", _is_input),
+    "instructions": Field("a text", lambda value: isinstance(value, str)),
+    "model": chat.FIELDS["model"],
+    "max_output_tokens": chat.FIELDS["max_tokens"],
+    "stream": chat.FIELDS["stream"],
+    "stream_options": Field(
+        "an object with `include_obfuscation`",
+        lambda value: isinstance(value, dict) and value.keys() <= {"include_obfuscation"},
+        is_served=False,
+    ),
+    "text": Field('an object with a `format` of the `type` "text", "json_object" or "json_schema"', _is_text),
+    "tools": Field('a list of up to 128 functions, each with the `type` "function"', _is_tools),
+    "tool_choice": Field('"none", "auto", "required", or an object that names a function of `tools`', _is_choice),
+    "parallel_tool_calls": chat.FIELDS["parallel_tool_calls"],
+    **{name: chat.FIELDS[name] for name in _AS_IN_CHATS},
+    # OpenAI's fields for which there is nothing here.
+    "access_programs": without_effect(),
+    "background": without_effect(False),
+    "background_options": without_effect(),
+    "context_management": without_effect([]),
+    "conversation": without_effect(),
+    "image": without_effect(),
+    "include": without_effect([]),
+    "max_tool_calls": without_effect(),
+    "moderation": without_effect(),
+    "previous_response_id": without_effect(),
+    "prompt": without_effect(),
+    "reasoning": Field(
+        "{} or left out", lambda value: isinstance(value, dict) and not any(value.values()), is_served=False
+    ),
+    "service_tier": without_effect("auto", "default"),
+    "store": without_effect(False),
+    "top_logprobs": without_effect(0),
+    "truncation": without_effect("disabled"),
+    # Notes of the client's.
+    **dict.fromkeys(
+        ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"),
+        note(),
+    ),
+}
+
+
+def chat_of(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of the chat that a request asks for.
+
+    Raises:
+        Refused: A field is not known or not served, or its value is wrong.
+    """
+    given = chat.checked(body, FIELDS, ROUTE)
+    if "input" not in given:
+        raise chat.wrong("input", None, FIELDS["input"])
+    why_not = wrong_tools(_tools(given.get("tools", [])))
+    if why_not is not None:
+        raise Refused(f"`tools` must {why_not}.", param="tools")
+    found = {name: given[name] for name in ("model", "stream", "parallel_tool_calls", *_AS_IN_CHATS) if name in given}
+    found["messages"] = _messages(given["input"], given.get("instructions"))
+    if "max_output_tokens" in given:
+        found["max_tokens"] = given["max_output_tokens"]
+    if given.get("stream"):
+        found["stream_options"] = {"include_usage": True}
+    if (given.get("text") or {}).get("format"):
+        found["response_format"] = _format(given["text"]["format"])
+    if "tools" in given:
+        found["tools"] = _tools(given["tools"])
+    if "tool_choice" in given:
+        found["tool_choice"] = _choice(given["tool_choice"])
+    return found
+
+
+@contextlib.contextmanager
+def by_its_names() -> Iterator[None]:
+    """Let refusals of a chat in a `with` block name fields as this route does."""
+    names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+    try:
+        yield
+    except Refused as error:
+        message = error.message.replace(CHAT, ROUTE)
+        for theirs, ours in names.items():
+            message = message.replace(f"`{theirs}`", f"`{ours}`")
+        param = names.get(error.param or "", error.param)
+        raise Refused(message, status=error.status, param=param, code=error.code) from error
+
+
+def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """Messages of a chat: calls are parts of the message before them, and so are thoughts of the one after them."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    elif "role" not in given[0] and given[0].get("type") in _PARTS:
+        if not all(each.get("type") in _PARTS for each in given):
+            raise Refused(f"`input` must have messages or parts of one, got both: {shown(given)}.", param="input")
+        given = [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    thoughts = ""
+    for item in given:
+        kind = item.get("type", "message")
+        if kind in _PARTS:
+            raise Refused(f"`input` must have messages or parts of one, got both: {shown(given)}.", param="input")
+        if kind == "reasoning":
+            thoughts += "".join(part["text"] for part in item.get("content") or [])
+            continue
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
+        elif kind == "message":
+            messages.append({"role": item["role"], "content": _content(item["content"])})
+        else:
+            if not messages or messages[-1]["role"] != "assistant" or thoughts:
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append({"id": item["call_id"], "type": "function", "function": function})
+        if thoughts and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"], thoughts = thoughts, ""
+    if not messages:
+        raise Refused("`input` must have a message, got none. Write some text.", param="input")
+    if instructions:
+        if messages[0]["role"] in ("system", "developer"):  # templates take one of them
+            messages[0]["content"] = f"{instructions}\n\n{messages[0]['content']}"
+        else:
+            messages.insert(0, {"role": "system", "content": instructions})
+    return messages
+
+
+def _content(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content)
