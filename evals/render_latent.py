@@ -74,5 +74,17 @@ def generate_caption(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def batching_sentence(results: dict[str, Any]) -> str:
+    """How many tokens a second a workload of continuous batching makes, and what a token takes."""
+    ((found,), (row,)) = results["workloads"], results["workloads"][0]["rows"]
+    fewest, most = found["new"]
+    return (
+        f"With the shape of DeepSeek-V2-Lite, random weights and {found['cache_gb']:g} GB of cache, "
+        f"{found['requests']} requests of {found['prompt']:,} tokens with {fewest} to {most} new ones make "
+        f"{row['output_tokens_per_s']:,.0f} new tokens a second (`{row['system']}`, {row['bytes_per_token']:,} bytes a "
+        f"token, {results['gpu']}, {results['date'][:10]}, `evals/results/batching_latent.json`)."
+    )
+
+
 def _file_of(results: dict[str, Any]) -> str:
     return "generate_" + re.sub(r"[-.]", "_", str(results["model"]))

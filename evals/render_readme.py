@@ -71,6 +71,7 @@ OPTIONAL_FILES += (
     "itl",
     "latent",
     *render_latent.GENERATE,
+    "batching_latent",
 )
 # Of a model whose weights are too large for the repository. Its parts say so until there are results.
 LARGER_FILES = ("recipes_larger", "ablation_larger", "ablation_larger_outliers")
@@ -146,7 +147,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
             render_recipes.task_caption(recipes, "The reference model"),
         ],
     }
-    not_yet = "recipes-larger", "ablation-larger", "itl", "latent", "latent-generate"
+    not_yet = "recipes-larger", "ablation-larger", "itl", "latent", "latent-generate", "batching-latent"
     paragraphs |= {name: [NOT_MEASURED] for name in not_yet}
     if "recipes_larger" in results:
         paragraphs["recipes-larger"] = render_recipes.larger(results["recipes_larger"], recipes)
@@ -193,6 +194,8 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     if "latent" in results:
         latent = results["latent"]
         paragraphs["latent"] = [render_latent.step_table(latent), render_latent.caption(latent)]
+    if "batching_latent" in results:
+        paragraphs["batching-latent"] = [render_latent.batching_sentence(results["batching_latent"])]
     of_latents = [results[name] for name in render_latent.GENERATE if name in results]
     if of_latents:
         tables = render_latent.generate_table(of_latents), render_latent.generate_caption(of_latents)

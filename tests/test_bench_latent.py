@@ -69,6 +69,16 @@ def test_steps_of_generate() -> None:
     )
 
 
+def test_batching() -> None:
+    render = importlib.import_module("render_latent")
+    row = {"system": "int8", "bytes_per_token": 15660, "output_tokens_per_s": 3182.6}
+    found = {"cache_gb": 24.0, "requests": 128, "prompt": 1024, "new": [128, 896], "rows": [row]}
+    told = render.batching_sentence({"workloads": [found], "gpu": "a GPU", "date": "2026-11-29 05:00 UTC"})
+    assert (
+        "128 requests of 1,024 tokens with 128 to 896 new ones make 3,183 new tokens a second (`int8`, 15,660" in told
+    )
+
+
 def test_a_difference_ends_the_run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     step = bench.step
 
