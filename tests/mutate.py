@@ -1172,6 +1172,12 @@ MUTATIONS = [
             "logits of minus infinity make a divergence no number",
             "preflight",
         ),
+        (
+            "return dataclasses.replace(formats, residual_length=length + MORE_DENSE) if length else formats",
+            "return formats",
+            "formats with dense newest tokens look costlier than they are",
+            "preflight",
+        ),
     ),
     *of(
         "hf_kvquant/preflight/check.py",
@@ -1179,6 +1185,12 @@ MUTATIONS = [
             "if num_bytes >= sum(size for size, _ in smallest) and budget <= most:",
             "if num_bytes >= sum(size for size, _ in smallest):",
             "more bits than the unquantised cache takes are measured for minutes",
+            "budget",
+        ),
+        (
+            "candidates = [picked, *(each for each in uniform if self._is_within(num_bytes, each, costs))]",
+            "candidates = [picked]",
+            "a mixture is taken that costs more than one preset for all layers",
             "budget",
         ),
         (
