@@ -13,18 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from results_files import write_results
 from rich.console import Console
 
-from hf_kvquant import cli
+from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.cli import evaluate
 from hf_kvquant.cli.arguments import DTYPES
 from hf_kvquant.cli.parsers.evaluate import add_perplexity_options
 from hf_kvquant.evaluation.perplexity.results import kld_of, show
-from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS
+from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS, load, read_text
 from hf_kvquant.evaluation.provenance import ROOT, sha256
 
 
@@ -82,11 +84,25 @@ def window(part: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def found_within(budgets: Sequence[float], args: argparse.Namespace) -> dict[str, KVQuantConfig]:
+    """What the pre-flight finds within so many bits, on the text of `--bits-text`, as `bits-4.5`."""
+    if not budgets:
+        return {}
+    model, tokenizer = load(args.model, args.dtype, torch.device(args.device))
+    texts = [read_text("--bits-text", args.bits_text)]
+    return {
+        f"bits-{bits:g}": KVQuantConfig.for_model(model, bits=bits, tokenizer=tokenizer, texts=texts, force=True)
+        for bits in budgets
+    }
+
+
 def run(args: argparse.Namespace) -> None:
     """Measure, print the tables, and write the results file. The last line on stdout holds the same JSON."""
     output, args.output = args.output, args.record
-    record = evaluate.measured(args).to_dict()
+    record = evaluate.measured(args, found_within(args.bits, args)).to_dict()
     results = flattened(record, Path(args.model))
+    if args.bits:
+        results["bits_text"] = {"text": Path(args.bits_text).name, "sha256": sha256(Path(args.bits_text))}
     show(Console(highlight=False), record)
     write_results(results, output)
     print(json.dumps(results))
@@ -111,6 +127,10 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the results here; stdout also ends with them"
     )
+    parser.add_argument(
+        "--bits", nargs="+", type=float, default=[], metavar="N", help="also what `for_model(bits=N)` finds"
+    )
+    parser.add_argument("--bits-text", metavar="FILE", help="the text on which it is found")
     parser.add_argument("--record", metavar="FILE", help="keep what is measured so far; run again to resume")
     parser.set_defaults(
         load=lambda args: run,
@@ -125,6 +145,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.mode == "all":
         parser.error("--mode must be a single mode, got all. Run each by itself.")
+    if args.bits and args.bits_text is None:
+        parser.error("--bits must come with --bits-text, got it alone. Name a text other than --data.")
     return cli.run(args)
 
 

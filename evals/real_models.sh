@@ -7,7 +7,7 @@
 # are real, token by token; on a CPU, one forward computes the same, which a check of each run confirms. The ways to read:
 #
 #   generate  a prompt in one chunk, then 511 tokens one by one: what `generate` does; `windows`: with dense tokens;
-#             `long`: behind 7,680 tokens; `position`: behind 128
+#             `long`: behind 7,680 tokens; `position`: behind 128; `bits`: what `for_model(bits=...)` finds
 #   chunks    chunks of 256 tokens from the first token on, as a server reads long prompts
 #   steps     token by token from the first one on
 #
@@ -27,6 +27,8 @@ long="--window 8192 --prompt 7680 --tokens ${LONG_TOKENS:-1533}"
 # Memory holds a window under every preset at once: 8,192 tokens of nine presets take more than 20 GB.
 position="--window 4096 --prompt 128 --mode simulated --chunk 1 --tokens ${POSITION_TOKENS:-3967} --preset int8"
 position+=" --preset k8v4:0+0 --preset k8v4 --preset int4-token --preset int4-channel --preset int4"
+bits="--window 2048 --prompt 1536 --tokens ${BITS_TOKENS:-2044} --mode simulated --chunk 1 --preset k8v4 --preset int4"
+bits+=" --preset k4v2 --bits 3.5 4.5 6.4 --bits-text $texts/wikitext2.valid.tokens"
 chunks="--window 2048 --mode chunked --chunk 256 --tokens ${CHUNK_TOKENS:-16368}"
 calibrated="--calibrate $texts/wikitext2.valid.tokens --calibrate-for int4-token"
 calibrated+=" --preset int8 --preset k8v4 --preset int4 --preset int4-token --preset int4-g32 --preset k4v2 --preset int2"
@@ -53,8 +55,9 @@ start() {
 start fidelity generate $generate $one_by_one
 start fidelity windows $generate --mode simulated --chunk 1 --preset int4-token:4+32 --preset int4-token:4+124 \
     --preset int4:4+124 --preset k8v4:0+0 --preset int8:4+0 --preset int8:4+12
-start fidelity long $long --mode simulated --chunk 1 --preset int4-token --preset int4-channel --preset int4 \
-    --preset int4:4+124
+start fidelity bits $bits
+start fidelity long $long --mode simulated --chunk 1 --preset int8 --preset k8v4 --preset int4-token \
+    --preset int4-channel --preset int4 --preset int4:4+124
 start fidelity position $position
 start fidelity generate_calibrated $generate $one_by_one $calibrated
 start fidelity chunks $chunks

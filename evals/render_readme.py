@@ -57,6 +57,7 @@ MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
 FILES = ("fidelity", "tasks", "cpu_decode", "decode", "generate", "families", "recipes", "recipes_real")
 FILES += ("real_generate", "real_generate_calibrated", "real_chunks", "real_windows", "real_long", "real_position")
+FILES += ("real_bits",)
 # Parts of the same names are made from these where they exist.
 OPTIONAL_FILES = ("chunks", "scenarios", "batching", "parallel", "ablation", "ablation_outliers")
 OPTIONAL_FILES += (
@@ -122,6 +123,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         "quality": [quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu)],
         "real": [render_real.preset_table(results), render_real.caption(results)],
         "windows": [render_real.windows_table(results), render_real.windows_caption(results)],
+        "bits": [render_real.bits_table(results["real_bits"]), render_real.bits_caption(results["real_bits"])],
         "positions": [render_real.position_table(results), render_real.position_caption(results)],
         "recipes-real": [
             render_real.recipe_table(results["recipes_real"]),

@@ -1,5 +1,5 @@
-"""The tables of a real pretrained model: presets on `docs/presets.md`, positions on `docs/long-contexts.md`, recipes on
-`docs/recipes.md`.
+"""The tables of a real pretrained model: presets on `docs/presets.md`, positions on `docs/long-contexts.md`, budgets on
+`docs/calibration.md`, recipes on `docs/recipes.md`.
 
 From `real_*.json` and `recipes_real.json`, which `real_models.sh` makes.
 """
@@ -117,6 +117,30 @@ def windows_caption(files: Files) -> str:
         f"{where(far)}. `quanto-4` is transformers' own quantised cache, on other parts of the same text. "
         f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, `evals/results/real_windows.json` and files "
         "beside it."
+    )
+
+
+def bits_table(results: Mapping[str, Any]) -> str:
+    """What `bits=` finds, beside the best preset for all layers within as many bits. The fewest bits come first."""
+    rows = {name: row for name, row in results["presets"].items() if name != UNQUANTIZED}
+    headings = ["", "bits per value", "KL, nats per token", "99 %", "same next token", "perplexity"]
+    lines = []
+    for name, row in sorted(rows.items(), key=lambda each: (each[1]["bits_per_value"], each[0])):
+        _, is_found, bits = name.partition("bits-")
+        error = scientific(row["kld_standard_error"])
+        cells = [f"`bits={bits}`" if is_found else f"`{name}` in all layers", f"{row['bits_per_value']:.2f}"]
+        cells += [f"{scientific(row['kld'])} ± {error}", f"{row['kld_p99']:.2g}", f"{row['agreement']:.1%}"]
+        lines.append([*cells, change(row["perplexity_change"])])
+    return markdown_table(headings, lines)
+
+
+def bits_caption(results: Mapping[str, Any]) -> str:
+    """What was measured."""
+    return (
+        f"{MODEL} (`evals/real_model/`) in {results['dtype']} on WikiText-2: {reads(results)} "
+        f"({results['scored_tokens']:,} tokens in {len(results['window_indices'])} windows; ±: standard error over "
+        f"windows). Found on `{results['bits_text']['text']}`, another part of that text. "
+        f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, `evals/results/real_bits.json`."
     )
 
 

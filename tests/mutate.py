@@ -238,6 +238,21 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/batching/memory.py",
+        (
+            "self.num_attention_masks = 0",
+            "pass",
+            "memory is kept free for masks that nobody makes",
+            "batching_pages",
+        ),
+        (
+            "min(sectors, self._sectors_of(requests, positions))",
+            "sectors",
+            "a CPU keeps memory that no request can use",
+            "batching_memory",
+        ),
+    ),
+    *of(
         "hf_kvquant/batching/cache.py",
         (
             "self.allow_block_sharing and states is None",
@@ -270,10 +285,10 @@ MUTATIONS = [
             "batching",
         ),
         (
-            "self.num_attention_masks = 0",
-            "pass",
-            "memory is kept free for masks that nobody makes",
-            "batching_pages",
+            "len(state.initial_tokens) + num_new - 1)",
+            "0)",
+            "half of a prompt in two chunks is not shared",
+            "batching",
         ),
         (
             "        return noted(key_states, self, layer_idx), value_states",
@@ -1172,6 +1187,12 @@ MUTATIONS = [
             "logits of minus infinity make a divergence no number",
             "preflight",
         ),
+        (
+            "return dataclasses.replace(formats, residual_length=length + MORE_DENSE) if length else formats",
+            "return formats",
+            "formats with dense newest tokens look costlier than they are",
+            "preflight",
+        ),
     ),
     *of(
         "hf_kvquant/preflight/check.py",
@@ -1179,6 +1200,12 @@ MUTATIONS = [
             "if num_bytes >= sum(size for size, _ in smallest) and budget <= most:",
             "if num_bytes >= sum(size for size, _ in smallest):",
             "more bits than the unquantised cache takes are measured for minutes",
+            "budget",
+        ),
+        (
+            "candidates = [picked, *(each for each in uniform if self._is_within(num_bytes, each, costs))]",
+            "candidates = [picked]",
+            "a mixture is taken that costs more than one preset for all layers",
             "budget",
         ),
         (
@@ -1468,8 +1495,8 @@ MUTATIONS = [
             "latent",
         ),
         (
-            "if isinstance(latent, KVHandle) and is_ours(module.config._attn_implementation):",
-            "if isinstance(latent, KVHandle):",
+            "if is_for_us and is_ours(module.config._attn_implementation):",
+            "if is_for_us:",
             "another attention gets latents for keys",
             "latent",
         ),

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_kvquant import KVQuantConfig, LayerFormats, PreflightError, run_preflight
 from hf_kvquant.preflight import check, divergence
 from hf_kvquant.preflight.budget import RUIN, cheapest
+from hf_kvquant.preflight.verdict import name_of
 
 CHOICES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50).map(float)), min_size=1, max_size=4)
 
@@ -180,6 +181,40 @@ def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.
     assert config.formats(0) == windowed.formats(0) and config.formats(1) == LayerFormats(*check.PRESETS["int8"])
 
 
+@pytest.mark.parametrize("more, expected", [(1.0, ["int4-g32", "int4-token"]), (3.0, ["int4-token", "int4-token"])])
+def test_a_preset_for_all_layers_is_picked_if_it_costs_less_as_a_whole(
+    more: float, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Divergences of single layers need not add up: together, what differs costs more times their sum."""
+    alone = {"int4-token": 0.004, "int4-g32": 0.001, "int8": 0.0, "none": 0.0}
+    measured = []
+
+    class Meter:
+        num_scored, longest = 1, 256
+
+        def __init__(self, model: Any, ids: Tensor) -> None:
+            pass
+
+        def reads_codes(self, formats: Any) -> bool:
+            return True
+
+        def kld(self, index: int, formats: LayerFormats, is_enough: Any) -> divergence.Estimate:
+            return divergence.Estimate(alone[name_of(formats)] / (1 + index), 0.0)
+
+        def cost(self, config: KVQuantConfig) -> divergence.Cost:
+            names = [name_of(config.formats(index)) for index in range(2)]
+            measured.append(names)
+            kld = sum(alone[name] / (1 + index) for index, name in enumerate(names)) * (
+                more if len(set(names)) > 1 else 1
+            )
+            return divergence.NO_COST._replace(kld=divergence.Estimate(kld, 0.0))
+
+    monkeypatch.setattr(check, "Meter", Meter)
+    result = run_preflight(build(), presets=["int4-token", "int4-g32", "int8"], bits=4.8)
+    assert [layer.name for layer in result.layers] == expected
+    assert measured == [["int4-g32", "int4-token"], ["int4-token", "int4-token"]], "`int4-g32` and `int8` are too large"
+
+
 def test_dense_windows_are_measured_on_longer_text() -> None:
     model = build(max_position_embeddings=512)
     windowed = run_preflight(model, {"preset": "int4-token", "sink_length": 4, "residual_length": 128})
@@ -187,6 +222,13 @@ def test_dense_windows_are_measured_on_longer_text() -> None:
     assert windowed.num_tokens == 511 and run_preflight(model, "int4-token").num_tokens == divergence.NUM_WINDOWS * 255
     texts: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()]}
     assert 511 <= run_preflight(model, {"preset": "int4-token", "residual_length": 128}, **texts).num_tokens <= 1024
+
+
+def test_a_budget_is_measured_on_windows_of_twice_the_length() -> None:
+    model = build(max_position_embeddings=1024)
+    options: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": [text()], "presets": ["int4-token", "int8"]}
+    assert run_preflight(model, **options).num_tokens == 4 * 255
+    assert run_preflight(model, bits=9, **options).num_tokens == 4 * 511
 
 
 def test_dense_windows_need_texts_that_read_the_codes_behind_them() -> None:

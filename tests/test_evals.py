@@ -120,6 +120,21 @@ def test_injection_and_calibration_are_told(
     assert rows["int4-token-untransformed"]["config"]["transforms"] == []
 
 
+def test_what_is_found_within_a_budget_is_measured(
+    fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(100 * "Another text, of which there is enough to find a config.\n", encoding="utf-8")
+    results = run(fidelity, monkeypatch, capsys, tmp_path, "--bits", "8.125", "--bits-text", str(other))
+    assert list(results["presets"]) == ["none", "int8", "int4-token", "bits-8.125"]
+    assert results["presets"]["bits-8.125"]["bits_per_value"] <= 8.125
+    assert results["bits_text"]["text"] == "other.txt" and len(results["bits_text"]["sha256"]) == 64
+    monkeypatch.setattr(sys, "argv", ["fidelity.py", "--data", "x", "--bits", "4"])
+    with pytest.raises(SystemExit):
+        fidelity.main()
+    assert "--bits must come with --bits-text, got it alone." in capsys.readouterr().err
+
+
 def test_a_run_that_cannot_be_is_told_in_a_line(
     fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

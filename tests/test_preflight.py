@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, PreflightError, cli, run_preflight
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.evaluation.preparation import load
 from hf_kvquant.models import probing
 from hf_kvquant.models.probing import hooked
@@ -176,6 +177,23 @@ def test_a_replay_gives_the_same_numbers() -> None:
         assert meter.kld(1, formats) == meter.cost(divergence.alone(1, formats)).kld
 
 
+def test_chunks_find_as_many_tokens_dense_as_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, generator = build(max_position_embeddings=256), torch.Generator().manual_seed(0)
+    ids = torch.randint(3, models.VOCAB_SIZE, (2, 161), generator=generator)
+    bare = {"preset": "int8", "sink_length": 0, "residual_length": 0}
+    config = KVQuantConfig.from_preset("int4-token", sink_length=4, residual_length=60, layers={1: bare})
+    more = divergence.as_in_steps(config)
+    assert more.residual_length == 60 + divergence.CHUNK // 2 and more.layers[1] == config.layers[1]
+    steps = compare(model, ids, {"config": config}, first_chunk=1, chunk_size=1, simulate=True)
+    expected = torch.cat([each["config"].kld for each in steps]).mean()
+    found = []
+    for more_dense in (divergence.MORE_DENSE, 0):
+        monkeypatch.setattr(divergence, "MORE_DENSE", more_dense)
+        with hf_kvquant.patched(model, "none"), torch.no_grad():
+            found.append(divergence.Meter(model, ids[:, :-1]).cost(config).kld.mean / float(expected))
+    assert found[0] == pytest.approx(1, abs=0.15) and found[1] > 1.3
+
+
 def test_doubtful_layers_are_measured_on_all_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(max_position_embeddings=256)
     quick = run_preflight(model, "int4-token")
@@ -188,7 +206,7 @@ def test_doubtful_layers_are_measured_on_all_of_the_text(monkeypatch: pytest.Mon
 
 
 def test_a_clear_layer_is_measured_on_fewer_tokens() -> None:
-    model, ids = build(num_hidden_layers=3, max_position_embeddings=640), torch.randint(3, models.VOCAB_SIZE, (2, 600))
+    model, ids = build(num_hidden_layers=3, max_position_embeddings=640), torch.randint(3, models.VOCAB_SIZE, (2, 440))
     formats = KVQuantConfig.from_preset("int4-token").formats(0)
     found: list[divergence.Estimate] = []
 

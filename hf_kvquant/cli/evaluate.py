@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedModel
 
 from ..common.errors import did_you_mean
-from ..config import WINDOWS
+from ..config import WINDOWS, KVQuantConfig
 from ..evaluation import preparation
 from ..evaluation.choices import MINUTES, SHORT_TOKENS, SHORT_WINDOW, TESTS
 from ..evaluation.errors import UsageError, named
@@ -58,9 +58,9 @@ def run_perplexity(args: argparse.Namespace) -> None:
     perplexity_results.show(Console(highlight=False), measured(args).to_dict())
 
 
-def measured(args: argparse.Namespace) -> RunRecord:
-    """Measure what the arguments of `perplexity` ask for."""
-    configs = arguments.compared_configs(args, "chunk", "window", "stride", "tokens", "prompt")
+def measured(args: argparse.Namespace, more: Mapping[str, KVQuantConfig] | None = None) -> RunRecord:
+    """Measure what the arguments of `perplexity` ask for, and more configs, by name."""
+    configs = arguments.compared_configs(args, "chunk", "window", "stride", "tokens", "prompt") | dict(more or {})
     source, text = loading.source_of(args)
     options = arguments.given(
         args, "output", "mode", "chunk", "window", "stride", "tokens", "prompt", "controls", "details"

@@ -29,6 +29,7 @@ from ..spec.layout import KVLayout, Shape
 from ..transforms.of_model import key_transforms
 from .budget import cheapest
 from .divergence import (
+    COMPARED_TIMES,
     NO_COST,
     CannotMeasure,
     Cost,
@@ -97,7 +98,8 @@ def run_preflight(
         bits: The most bits per stored number of keys and values, on average over all layers that can be quantised.
             Scales and zeros count. Dense windows do not, because they do not grow with the context. The combination
             within this budget is picked whose divergences, layer by layer, have the smallest sum. Presets are measured
-            only in layers where they could be part of it. Then the combination is measured as a whole.
+            only in layers where they could be part of it. Then the combination is measured as a whole, and a single
+            preset within the budget is picked if it costs less.
         measure: Whether to run the model on text. Otherwise the weights alone decide, by coarse limits.
         progress: Whether to show progress on stderr. transformers' `disable_progress_bar()` also turns it off.
         where: Opens error messages and lines of progress.
@@ -251,8 +253,9 @@ class _Check:
             self.stored = stored_shapes(self.model)
             if self.budget is not None:
                 self._check_budget(self.budget, {index: self._usable(index) for index in self.signals})
+            times = 1 if self.budget is None else COMPARED_TIMES
             ids, self.source = read_text(
-                self.model, tokenizer, texts, self.say, window=window_for(formats), where=self.where
+                self.model, tokenizer, texts, self.say, window=window_for(formats), times=times, where=self.where
             )
             self.say("the unquantised cache")
             self.meter = Meter(self.model, ids)
@@ -362,7 +365,11 @@ class _Check:
         return kld.mean if isinstance(kld, Estimate) else 0.0
 
     def picked_within(self, budget: float) -> KVQuantConfig:
-        """The presets whose divergences, layer by layer, have the smallest sum within a budget of bits per number."""
+        """The presets whose divergences, layer by layer, have the smallest sum within a budget of bits per number.
+
+        Or a single preset for all layers, if it is within the budget and costs less as a whole: divergences only nearly
+        add up.
+        """
         if not self.signals:
             return self._config_of({})
         assert self.meter is not None
@@ -374,7 +381,7 @@ class _Check:
             picked = self._cheapest(costs, budget)
             news = [each for each in picked.items() if each in unknown]
             if not news:
-                return self._config_of(picked)
+                break
             for index, formats in news:
                 unknown.remove((index, formats))
                 kld = self.kld(index, formats)
@@ -387,6 +394,19 @@ class _Check:
                         f"{self.where}: `bits` must be left out unless layer {index} can be measured, got no "
                         f"divergence: {kld.rstrip('.')}. Pass other `texts`, or name a preset."
                     )
+        num_bytes = self._check_budget(budget, costs)
+        uniform = [{index: rung.formats(index) for index in costs} for rung in self.rungs.values()]
+        candidates = [picked, *(each for each in uniform if self._is_within(num_bytes, each, costs))]
+        wholes = [(config, self.whole(config)) for config in map(self._config_of, candidates)]
+        # The first of equal ones is what was picked.
+        return min(wholes, key=lambda each: math.inf if each[1] is None else each[1].kld.mean)[0]
+
+    def _is_within(
+        self, num_bytes: int, formats: Mapping[int, LayerFormats], costs: Mapping[int, Mapping[LayerFormats, float]]
+    ) -> bool:
+        """Whether formats, one for each layer, are among the choices and take at most so many bytes a token."""
+        is_known = all(each in costs[index] for index, each in formats.items())
+        return is_known and sum(self.size(index, each)[0] for index, each in formats.items()) <= num_bytes
 
     def _cheapest(self, costs: Mapping[int, Mapping[LayerFormats, float]], budget: float) -> dict[int, LayerFormats]:
         """The formats of each layer that cost the least in all, within a budget of bits per number."""
