@@ -180,10 +180,10 @@ def test_memory_may_lie_in_other_ways(formats: tuple[KVFormat, KVFormat]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_causal_attention(engine: str, dtype: torch.dtype) -> None:
-    """Of a chunk to itself, with values that are narrower than keys."""
+    """Of a chunk to itself, with values that are narrower or wider than keys."""
     if engine == "reference":
         pytest.skip("it is PyTorch's own")
-    for q_len, value_dim in ((1, 24), (33, 40), (200, 16)):
+    for q_len, value_dim in ((1, 24), (33, 40), (200, 16), (50, 56)):
         query, key = (torch.randn(2, 3, q_len, 40, dtype=dtype) for _ in range(2))
         value = torch.randn(2, 3, q_len, value_dim, dtype=dtype)
         scores = 0.2 * query.double() @ key.double().mT

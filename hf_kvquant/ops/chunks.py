@@ -103,7 +103,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, softmax_scale: f
 
     Args:
         query, key: `[batch, num_heads, q_len, head_dim]`.
-        value: `[batch, num_heads, q_len, value head_dim]`, which may be smaller.
+        value: `[batch, num_heads, q_len, value head_dim]`.
         softmax_scale: Multiplies query · key.
 
     Returns:
@@ -115,8 +115,9 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, softmax_scale: f
         attend = aten._scaled_dot_product_efficient_attention
         out, lse, *_ = attend(query, key, value, None, True, 0.0, True, scale=softmax_scale)
     else:  # it takes values that are as wide as keys
-        padded = F.pad(value, (0, query.shape[3] - width))
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, padded, 0.0, True, scale=softmax_scale)
+        widest = max(width, query.shape[3])
+        padded = (F.pad(x, (0, widest - x.shape[3])) for x in (query, key, value))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*padded, 0.0, True, scale=softmax_scale)
     return out[..., :width].transpose(1, 2), lse[..., :q_len]
 
 
