@@ -163,6 +163,23 @@ def test_messages_in_both_forms(batch: Batch) -> None:
     assert "fit the model's chat template, got: too many" in lines[4]["error"]["message"]
 
 
+def test_several_answers_to_a_line(batch: Batch) -> None:
+    """Each draws numbers of its own, and the first those of a line that asks for one. A problem is that of the line."""
+    body = {"messages": [{"role": "user", "content": "on ce"}], "max_tokens": 12, "temperature": 9, "seed": 3}
+    batch.write(*({"custom_id": "a", "body": {**body, **more}} for more in ({"n": 3}, {"n": 1}, {"n": 2, "stop": "e"})))
+    code, output, _ = batch.run()
+    assert code == 0 and output.startswith("3 of 3 lines answered")
+    three, one, stopped = (line["response"]["body"] for _, line in sorted(batch.lines().items()))
+    texts = [choice["message"]["content"] for choice in three["choices"]]
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2] and len(set(texts)) == 3
+    assert one["choices"][0]["message"]["content"] == texts[0]
+    assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert three["usage"]["completion_tokens"] > 2 * one["usage"]["completion_tokens"]
+    assert [choice["message"]["content"] for choice in stopped["choices"]] == [
+        text.partition("e")[0] for text in texts[:2]
+    ]
+
+
 def test_lines_that_sample_share_a_run_with_lines_that_do_not(batch: Batch) -> None:
     hot = {"prompt": "once", "temperature": 40.0}
     batch.write({"prompt": "once", "temperature": 0}, {**hot, "top_k": 1}, {**hot, "top_p": 1e-6}, hot, hot)
@@ -401,7 +418,6 @@ USER = {"role": "user", "content": "x"}
             {**CHAT, "body": {"messages": [USER], "sed": 1}},
             "`sed` must be left out, since /v1/chat/completions has no such field. Did you mean 'seed'?",
         ),
-        ({**CHAT, "body": {"messages": [USER], "n": 2}}, "`n` must be 1 or left out, got 2. Write the line several "),
         ({**CHAT, "body": {"messages": [USER], "stream": True}}, "`stream` must be false or left out, got true."),
         ({**CHAT, "body": {"messages": [USER], "tools": [{}]}}, "`tools` must be a list of up to 128 functions, each"),
         (

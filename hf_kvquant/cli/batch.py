@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ..evaluation.errors import Interrupted, Refused, UsageError, is_out_of_memo
 from ..evaluation.preparation import load_calibration
 from ..evaluation.provenance import model_name, sha256
 from ..evaluation.tasks.measure import tell_one_process, this_process_device
-from ..jobs.answers import answered, end_tokens, made, start
+from ..jobs.answers import Answer, answered, end_tokens, made, start
 from ..jobs.forms import answer_line, error_line
 from ..jobs.lines import SAMPLING, Job, check_sampling, read_jobs
 from ..jobs.output import Done, Output, Writer
@@ -262,16 +263,23 @@ def write_answers(
     def requests() -> Iterator[Request]:
         for job in jobs:
             try:
-                yield prompts.of(job)
+                yield from prompts.of(job)
             except fields.Refused as problem:
                 refuse(job, str(problem))
 
+    ended: dict[int, list[Answer]] = defaultdict(list)  # by line: answers to it, until all are there
     for answer in answered(manager, requests(), work.ends):
-        if answer.problem is not None:
-            refuse(answer.request.job, answer.problem)
+        job = answer.request.job
+        ended[job.line].append(answer)
+        if job.asked is not None and len(ended[job.line]) < job.asked.num_choices:
             continue
-        writer.put(answer_line(answer, work.tokenizer, work.name))
-        tally.done, tally.tokens = tally.done + 1, tally.tokens + len(answer.tokens)
+        answers = sorted(ended.pop(job.line), key=lambda each: each.request.choice)
+        problem = next((each.problem for each in answers if each.problem is not None), None)
+        if problem is not None:
+            refuse(job, problem)
+            continue
+        writer.put(answer_line(answers, work.tokenizer, work.name))
+        tally.done, tally.tokens = tally.done + 1, tally.tokens + sum(len(each.tokens) for each in answers)
         now = time.monotonic()
         is_due = now - told > TELL_S
         told = now if is_due else told

@@ -58,7 +58,7 @@ class Answer:
         if self.request.writer is None:
             return bool(output.is_finished())
         try:
-            new = self.request.writer.piece(0, output, ends)
+            new = self.request.writer.piece(self.request.choice, output, ends)
         except Unreadable as error:
             self.problem = str(error)
             return True

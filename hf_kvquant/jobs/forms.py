@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from ..upstream.releases import HAS_PAGES
@@ -13,17 +14,18 @@ if HAS_PAGES:
     from ..serving.forms import ChatForm, Usage
 
 
-def answer_line(answer: Answer, tokenizer: Any, model: str) -> dict[str, Any]:
-    """The line of an answer.
+def answer_line(answers: Sequence[Answer], tokenizer: Any, model: str) -> dict[str, Any]:
+    """The line of all answers to a job.
 
     Args:
-        answer: That has ended, without a problem.
+        answers: That have ended, without a problem, in their order.
         tokenizer: Of the model.
         model: The model's name.
     """
+    answer, writers = answers[0], [each.request.writer for each in answers]
     request, num_new = answer.request, len(answer.tokens)
     job, num_prompt = request.job, len(request.tokens)
-    if answer.piece is None or request.writer is None:
+    if not job.is_openai:
         return {
             "line": job.line,
             "id": job.id,
@@ -33,8 +35,9 @@ def answer_line(answer: Answer, tokenizer: Any, model: str) -> dict[str, Any]:
             "output_tokens": num_new,
         }
     name = uuid.uuid4().hex
-    form, usage = ChatForm(name, model), Usage(num_prompt, request.writer.num_tokens)
-    body = form.whole([form.choice(answer.piece)], usage)
+    usage = Usage(num_prompt, sum(writer.num_tokens for writer in writers if writer is not None))
+    form, pieces = ChatForm(name, model), [each.piece for each in answers]
+    body = form.whole([form.choice(piece) for piece in pieces if piece is not None], usage)
     response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
     return {**_openai(job), "response": response, "error": None}
 

@@ -113,8 +113,6 @@ def _openai_job(job: Job, item: Mapping[str, Any]) -> Job:
     asked = parameters_of(body, CHAT, None)
     if asked.is_streamed:
         raise BadLine("`stream` must be false or left out, got true")
-    if asked.num_choices > 1:
-        raise BadLine(f"`n` must be 1 or left out, got {asked.num_choices}. Write the line several times")
     return dataclasses.replace(job, body=body, asked=asked)
 
 

@@ -21,7 +21,7 @@ if HAS_PAGES:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A job that can be answered.
+    """One answer to a job.
 
     Attributes:
         job: What was asked.
@@ -30,6 +30,7 @@ class Request:
         sampling: How tokens are chosen; `None` for the most likely ones.
         writer: Makes an answer in OpenAI's form; `None` for a line in our own.
         is_followed: Whether somebody has to see each token as it comes.
+        choice: Its number among the answers to the job.
     """
 
     job: Job
@@ -38,6 +39,7 @@ class Request:
     sampling: Sampling | None = None
     writer: Writer | None = None
     is_followed: bool = False
+    choice: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +91,8 @@ class Requests:
         self._chats = Chats(model, tokenizer, grammars)
         self._text_of = functools.lru_cache(2**16)(functools.partial(text_of, tokenizer))
 
-    def of(self, job: Job) -> Request:
-        """The request of a job.
+    def of(self, job: Job) -> list[Request]:
+        """The requests of a job, one for each answer.
 
         Raises:
             Refused: The job cannot be answered.
@@ -106,16 +108,28 @@ class Requests:
             raise BadLine("the prompt must have a token, got none")
         new = asked.max_new_tokens or self._defaults.max_new_tokens
         self._limits.check(len(tokens), new)
-        writer = grammar = None
+        writers: list[Writer | None] = [None] * asked.num_choices
+        grammar = None
         if job.is_openai:
             if not self._tokenizer.is_fast:
                 raise BadLine("a line in OpenAI's form must have a model with a fast tokenizer. Use `messages` alone")
-            reader = self._chats.reader(tokens, asked.tools)
-            grammar = self._chats.grammar(asked, reader)
+            readers = [self._chats.reader(tokens, asked.tools) for _ in writers]
+            grammar = self._chats.grammar(asked, readers[0])
             shown = None if asked.num_logprobs is None else self._text_of
-            writer = Writer(self._tokenizer, asked.stop, reader, shown)
+            writers = [Writer(self._tokenizer, asked.stop, reader, shown) for reader in readers]
         sampling = self._defaults.of(asked, self._vocab_size, grammar)
-        return Request(job, tokens, new, sampling, writer, asked.ends_by_text)
+        return [
+            Request(
+                job,
+                tokens,
+                new,
+                sampling and dataclasses.replace(sampling, choice=choice),
+                writer,
+                asked.ends_by_text,
+                choice,
+            )
+            for choice, writer in enumerate(writers)
+        ]
 
 
 def _text_tokens(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
