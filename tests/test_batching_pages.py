@@ -278,7 +278,8 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages", "_sectors_of"}
         | {"pages_of_a_state", "most_requests"},
         "StateAllocator": {"slot_of", "read_trash_slot", "write_trash_slot"},
-        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "_tokens_alone", "forget_pages"},
+        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "num_marked", "_tokens_alone"}
+        | {"forget_pages"},
         "PageMemory": {"_is_cpu", "_sectors_of"},
     }
     from hf_kvquant.batching.memory import PageMemory
