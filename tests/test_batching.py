@@ -113,6 +113,18 @@ def text(tokens: int, seed: int = 0) -> list[int]:
     return torch.randint(3, models.VOCAB_SIZE, (tokens,), generator=generator).tolist()
 
 
+def check_as_generate(name: str) -> None:
+    """Requests get what `generate` gives, alone and in any company; a prompt in chunks, as in `generate` in chunks."""
+    long_prompts = [text(70), text(40, seed=1), [5]]
+    with patched(models.family(name), "int8") as model:
+        expected = [alone(model, prompt) for prompt in PROMPTS]
+        assert batched(model, PROMPTS) == expected
+        assert batched(model, PROMPTS[::-1], max_requests_per_batch=2) == expected[::-1]
+        assert batched(model, long_prompts, max_batch_tokens=32) == [
+            alone(model, prompt, prefill_chunk_size=32) for prompt in long_prompts
+        ]
+
+
 @contextlib.contextmanager
 def managed(model: Any, new_tokens: int = 10, **options: Any) -> Iterator[Any]:
     """A manager with a cache that has not started."""

@@ -18,7 +18,18 @@ from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, HAS_PAGES
 if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
-from test_batching import PAGE, PROMPTS, alone, answers, batched, check_nothing_leaks, generation, managed, text
+from test_batching import (
+    PAGE,
+    PROMPTS,
+    alone,
+    answers,
+    batched,
+    check_as_generate,
+    check_nothing_leaks,
+    generation,
+    managed,
+    text,
+)
 
 from hf_kvquant.batching.memory import PageMemory
 
@@ -44,15 +55,7 @@ def long(name: str = "minicpm3") -> Any:
 @hands_over
 @pytest.mark.parametrize("name", models.WITH_LATENTS)
 def test_each_request_gets_what_generate_gives_it(name: str) -> None:
-    """Alone and in any company; a prompt in chunks, as in `generate` in chunks."""
-    long_prompts = [text(70), text(40, seed=1), [5]]
-    with patched(models.family(name), "int8") as model:
-        expected = [alone(model, prompt) for prompt in PROMPTS]
-        assert batched(model, PROMPTS) == expected
-        assert batched(model, PROMPTS[::-1], max_requests_per_batch=2) == expected[::-1]
-        assert batched(model, long_prompts, max_batch_tokens=32) == [
-            alone(model, prompt, prefill_chunk_size=32) for prompt in long_prompts
-        ]
+    check_as_generate(name)
 
 
 @hands_over

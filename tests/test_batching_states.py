@@ -31,6 +31,7 @@ from test_batching import (
     alone,
     answers,
     batched,
+    check_as_generate,
     check_nothing_leaks,
     generation,
     managed,
@@ -79,15 +80,7 @@ def scarce(model: Any) -> int:
 
 @pytest.mark.parametrize("name", models.WITH_STATES)
 def test_each_request_gets_what_generate_gives_it(name: str) -> None:
-    """Alone and in any company; a prompt in chunks, as in `generate` in chunks."""
-    long_prompts = [text(70), text(40, seed=1), [5]]
-    with patched(models.family(name), "int8") as model:
-        expected = [alone(model, prompt) for prompt in PROMPTS]
-        assert batched(model, PROMPTS) == expected
-        assert batched(model, PROMPTS[::-1], max_requests_per_batch=2) == expected[::-1]
-        assert batched(model, long_prompts, max_batch_tokens=32) == [
-            alone(model, prompt, prefill_chunk_size=32) for prompt in long_prompts
-        ]
+    check_as_generate(name)
 
 
 @pytest.mark.parametrize("preset", ["int4-token", "int4-channel", K4V2, "none"], ids=str)

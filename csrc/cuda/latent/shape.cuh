@@ -103,8 +103,8 @@ __device__ __forceinline__ void floats_of(const uint32_t (&words)[kNumbers / 2],
 }
 
 // Loads neighbouring 16-bit numbers as words, all at once if they begin at a multiple of 16 bytes, or of 8 if they are
-// four. Kernels load everything that they wait for together and look at dtypes afterwards: behind a branch for each, 24
-// loads of a warp took 7 us, one after the other.
+// four. Kernels load everything that they wait for together and look at dtypes afterwards. Behind a branch for each,
+// loads came one after the other: 1 x 8k took 23 us instead of 21, and dense tokens 37 of 64 x 8k instead of 9 (H200).
 template <bool kIsAligned, int kWords>
 __device__ __forceinline__ void load_words(const uint16_t* from, uint32_t (&words)[kWords]) {
   if constexpr (!kIsAligned) {
