@@ -79,6 +79,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm-4.7-flash": ("glm4_moe_lite", {"max_position_embeddings": 202752}),
     "minicpm3-4b": ("minicpm3", {"max_position_embeddings": 163840}),
+    # Three of four layers have a state alone: a gated delta rule.
+    "qwen3.5-4b": (
+        "qwen3_5_text",
+        {
+            "vocab_size": 248320,
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "max_position_embeddings": 262144,
+            "tie_word_embeddings": True,
+        },
+    ),
     "tiny": (
         "llama",
         {

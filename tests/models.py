@@ -325,11 +325,11 @@ _BATCHED = {
 # Their models pass the cache on since 5.24.
 _BATCHED |= {"stablelm", "nemotron", "gptj", "codegen"} if DO_MODELS_UPDATE_PAGES else set()
 # Those that have states, likewise since 5.24.
-_STATES = {
+STATES = {
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "bamba", "granitemoehybrid",
     "nemotron_h", "falcon_h1", "zamba2",
 }  # fmt: skip
-WITH_STATES = [name for name in FAMILIES if name in _STATES and HAS_STATES]
+WITH_STATES = [name for name in FAMILIES if name in STATES and HAS_STATES]
 # Those that keep latents (MLA), which they hand to the cache of batches since 5.24.
 WITH_LATENTS = [name for name, family in FAMILIES.items() if "kv_lora_rank" in family.options]
 BATCHED = [

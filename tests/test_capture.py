@@ -186,6 +186,68 @@ def test_latents(preset: str, device: str) -> None:
         check_same(models.on(device, models.family("minicpm3")), {"preset": preset}, inputs=left_padded(pads=pads))
 
 
+# Layers with a state alone, or beside keys and values.
+STATEFUL = [name for name in models.FAMILIES if name in {*models.STATES, "jamba", "kimi_linear", "bailing_hybrid"}]
+
+
+@pytest.mark.parametrize("pads", [(0,), (3, 0, 5)], ids=["plain", "left_pad"])
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states(family: str, pads: tuple[int, ...], device: str) -> None:
+    """Those of another cache must not be read, so there are two calls with other prompts."""
+    model = models.on(device, models.family(family))
+    for preset in ("int8", "int4"):
+        check_same(model, {"preset": preset}, inputs=left_padded(pads=pads))
+        check_same(model, {"preset": preset}, inputs=left_padded(tokens=12, pads=pads))
+
+
+@pytest.fixture(params=["qwen3_5_text", "falcon_h1"])
+def stateful(request: pytest.FixtureRequest, device: str) -> Any:
+    """A model whose layers have a state alone, and one whose layers have it beside keys and values."""
+    if request.param not in models.FAMILIES:
+        pytest.skip(f"this transformers has no {request.param}")
+    return models.on(device, copy.deepcopy(models.family(request.param)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"prefill_chunk_size": 4},
+    ],
+    ids=["beams", "samples", "chunks"],
+)
+def test_ways_to_generate_with_states(stateful: Any, options: dict[str, Any]) -> None:
+    for _ in range(2):
+        check_same(stateful, **options)
+
+
+def test_states_come_from_the_pool(stateful: Any) -> None:
+    """Else each call would capture its own step."""
+    inputs = [left_padded(tokens=tokens) for tokens in (9, 12, 9)]
+    expected = [generated(stateful, INT4, each) for each in inputs]
+    patch(stateful, {**INT4, "capture": True})
+    for each, sequences in zip(inputs, expected, strict=True):
+        placed = {name: value.to(stateful.device) for name, value in each.items()}
+        output = stateful.generate(**placed, max_new_tokens=NEW_TOKENS, do_sample=False)
+        compare.assert_same(output, sequences.cpu(), "sequences")
+    assert steps_of(stateful) == 1
+    unpatch(stateful)
+
+
+def test_no_step_runs_behind_a_state_that_is_kept(stateful: Any) -> None:
+    """The text goes on with the cache: tokens behind the stop would be in its states."""
+    ended = {"eos_token_id": ends(stateful, (2, 5, 3)), "pad_token_id": PAD, "return_dict_in_generate": True}
+    outputs = []
+    for config in (INT4, {**INT4, "capture": True}):
+        output = generated(stateful, config, max_new_tokens=20, **ended)
+        longer = torch.cat([output.sequences, output.sequences[:, -3:]], dim=1)
+        mask = torch.cat([left_padded()["attention_mask"].to(longer.device), torch.ones_like(longer)], dim=1)
+        inputs = {"input_ids": longer, "attention_mask": mask[:, : longer.shape[1]]}
+        outputs.append(generated(stateful, config, inputs, **with_cache(cache_of(output))))
+    compare.assert_same(outputs[1], outputs[0].cpu(), "sequences")
+
+
 @CUDA_ONLY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("preset", ["int8", "fp8", "int4"])
@@ -764,9 +826,10 @@ def test_the_flag_captures_on_a_model_patched_for_it(model: Any) -> None:
     ("family", "message"),
     [
         (
-            "lfm2",
-            "KVQuantCache: `capture` must be False for lfm2, got True: its layers of type ['conv'] keep their state "
-            "outside our buffers, some of it on the host. Pass static=True instead, and generate compiles.",
+            "llama4_text",
+            "KVQuantCache: `capture` must be False for llama4_text, got True: its layers of type ['chunked_attention'] "
+            "keep keys and values outside our buffers, and count them on the host. Pass static=True instead, and "
+            "generate compiles.",
         ),
         (
             "gpt_neo",

@@ -162,13 +162,6 @@ def test_a_state_has_no_past(model: Any) -> None:
     assert cache.get_seq_length() == length
 
 
-def test_states_are_not_captured(model: Any) -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"`capture` must be False for .*, got True: its layers of type \['hyb"
-    ):
-        patch(model, {"preset": "int4-token", "capture": True})
-
-
 def test_states_are_not_saved(model: Any, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"got a .* with layers of type \['hybrid'"):
         filled(model).save(tmp_path / "cache.safetensors", model)

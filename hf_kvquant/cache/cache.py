@@ -114,10 +114,10 @@ class KVQuantCache(QuantizedCache):
         readers = num_readers(text_config)
         layers: list[Any] = []
         for index, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
-            if index not in quantized:
-                layers.append(transformers_layer(layer_type, kwargs, max_cache_len))
-                continue
             options |= {"name": f"layer {index}", "key_transform": transforms.get(index)}
+            if index not in quantized:
+                layers.append(transformers_layer(layer_type, kwargs, options))
+                continue
             layer = new_layer(layer_type, kwargs, quantized[index], self.notes, offloader, options)
             layer.storage.has_chunks = readers[index] == 1
             layers.append(layer)

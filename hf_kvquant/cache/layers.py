@@ -19,9 +19,11 @@ from ..config import LayerFormats
 from ..storage import buffers, rewind
 from ..storage.layer_store import LayerStore
 from ..storage.offloading import Offloader
+from ..storage.pool import BufferPool
 from ..storage.rows import Ring
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
-from .support import WITH_STATE, WITH_WINDOW
+from .states import KVQuantStateLayer, PooledStates
+from .support import RECURRENT, WITH_STATE, WITH_WINDOW
 
 
 class KVQuantLayer(CacheLayerMixin):
@@ -258,10 +260,19 @@ def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
         )
 
 
-def transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: int | None) -> Any:
-    """One of transformers' own cache layers, growing or static like ours."""
+def transformers_layer(layer_type: str, kwargs: dict[str, Any], options: Mapping[str, Any]) -> Any:
+    """One of transformers' own cache layers, growing or static like ours; where it has a state alone, one that stays.
+
+    Args:
+        layer_type: As `layers_of` returns it.
+        kwargs: Of transformers' class for this type.
+        options: Of `LayerStore`, with the layer's name.
+    """
+    max_cache_len = options["max_cache_len"]
     if layer_type == "cross_attention":
         layer_type = "full_attention"
+    if layer_type in RECURRENT and max_cache_len is not None:
+        return KVQuantStateLayer(options["name"], options["pool"], **kwargs)
     if max_cache_len is None:
         return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
     return cache_utils.STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=max_cache_len, **kwargs)
@@ -315,12 +326,13 @@ class KVQuantRingLayer(KVQuantLayer):
         return self.storage.window
 
 
-class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+class KVQuantHybridLayer(KVQuantLayer, PooledStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
     """A hybrid layer of a `KVQuantCache`, growing or static. Inherits from transformers' class to be recognised as one.
 
     Args:
         storage: The buffers for keys and values.
         notes: What the masks of the cache have shown, shared by its layers.
+        pool: Of the cache, for the state.
         **kwargs: Passed to transformers' class for the state.
     """
 
@@ -329,9 +341,10 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
     dtype: torch.dtype | None = None  # type: ignore[assignment]
     device: torch.device | None = None  # type: ignore[assignment]
 
-    def __init__(self, storage: LayerStore, notes: MaskNotes, **kwargs: Any) -> None:
+    def __init__(self, storage: LayerStore, notes: MaskNotes, pool: BufferPool | None, **kwargs: Any) -> None:
         KVQuantLayer.__init__(self, storage, notes)
         LinearAttentionLayer.__init__(self, **kwargs)
+        self.name, self.pool, self.do_states_stay = storage.name, pool, storage.is_static
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -343,7 +356,7 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
         if args:
             KVQuantLayer.lazy_initialization(self, *args)
         else:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+            PooledStates.lazy_initialization(self, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens.
@@ -368,7 +381,7 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch for beam search."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        PooledStates.reorder_cache(self, beam_idx)
         KVQuantLayer.reorder_cache(self, beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -427,5 +440,6 @@ def new_layer(
     is_ring = layer_type in WITH_WINDOW and not storage.is_static
     if layer_type in WITH_STATE:
         hybrid = KVQuantHybridRingLayer if is_ring else KVQuantHybridLayer
-        return hybrid(storage, notes, **{name: value for name, value in kwargs.items() if name != "sliding_window"})
+        of_state = {name: value for name, value in kwargs.items() if name != "sliding_window"}
+        return hybrid(storage, notes, options["pool"], **of_state)
     return KVQuantRingLayer(storage, notes) if is_ring else KVQuantLayer(storage, notes)

@@ -28,7 +28,7 @@ _LEFT_TO_TRANSFORMERS = (
 
 
 # Layers without keys and values. Models with no other layers are refused.
-_RECURRENT = frozenset(("conv", "linear_attention"))
+RECURRENT = frozenset(("conv", "linear_attention"))
 
 
 # Layers whose keys and values are quantised whatever the config says ...
@@ -43,7 +43,7 @@ WITH_WINDOW = ("sliding_attention", "hybrid_sliding")
 WITH_STATE = frozenset(("hybrid", "hybrid_sliding"))
 
 
-# Layers that have no state. CUDA graphs can capture these layers and ours, whose state is all on the device.
+# Layers that have no state.
 STATELESS = frozenset(("dummy", "moe", "mlp"))
 
 
@@ -146,7 +146,7 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         f"has layers of type {unknown}, whose caches are not keys and values per head": bool(unknown),
         "attends to the cache of another model in every layer, and has none of its own": found == {"dummy"},
         f"has only layers of type {sorted(found)}, which keep a state of fixed size and no keys and values": (
-            found <= _RECURRENT | STATELESS
+            found <= RECURRENT | STATELESS
         ),
     }
     for why, is_unserved in unserved.items():
@@ -158,13 +158,14 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             "to pictures, whose length is not known in advance. Leave out static, max_cache_len and capture."
         )
     quantized = quantized_layers(layer_types, quant_config)
-    ours = {layer_types[index] for index in quantized} - WITH_STATE
-    uncapturable = sorted(set(layer_types) - ours - STATELESS)
+    # CUDA graphs can capture these layers and ours, whose state is all on the device and stays there (`states.py`).
+    capturable = {layer_types[index] for index in quantized} | STATELESS | RECURRENT
+    uncapturable = sorted(set(layer_types) - capturable)
     if quant_config.capture and uncapturable:
         raise NotImplementedError(
             f"KVQuantCache: `capture` must be False for {text_config.model_type}, got True: its layers of type "
-            f"{uncapturable} keep their state outside our buffers, some of it on the host. Pass static=True instead, "
-            "and generate compiles."
+            f"{uncapturable} keep keys and values outside our buffers, and count them on the host. Pass static=True "
+            "instead, and generate compiles."
         )
     beyond = [index for index in quant_config.layers if index >= len(layer_types)]
     if beyond:

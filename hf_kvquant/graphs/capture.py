@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
+from ..cache.states import tensors_of
 from ..models.fingerprint import fingerprint
 from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
@@ -86,8 +87,13 @@ def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any
 
 
 def what_steps_use(cache: KVQuantCache) -> Hashable:
-    """The buffers of a cache, and whether its steps make a split plan."""
-    return tuple(storage.addresses() for storage in cache.storages), cache.notes.is_uneven
+    """The buffers and the states of a cache, and whether its steps make a split plan."""
+    states = [state for layer in cache.layers for state in tensors_of(layer)]
+    return (
+        tuple(storage.addresses() for storage in cache.storages),
+        tuple((state.data_ptr(), state.shape, state.dtype) for state in states),
+        cache.notes.is_uneven,
+    )
 
 
 def signature_of(value: Any) -> Hashable:

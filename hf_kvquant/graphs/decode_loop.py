@@ -27,6 +27,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention.masks import is_bounds
 from ..cache.cache import KVQuantCache
+from ..cache.states import tensors_of
 from ..state import notes_on
 from ..storage import rewind
 from ..upstream.releases import CACHE, with_cache
@@ -50,6 +51,8 @@ _SERVED_PROCESSORS = (
 _SERVED_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 # If a model overrides one of these, its inputs may advance in another way than by one position per step.
 _FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Types whose own `prepare_inputs_for_generation` only limits the logits of a prompt (transformers 5.17 and 5.24).
+_LIMIT_LOGITS = ("bamba", "falcon_h1", "nemotron_h", "zamba2")
 # Inputs that the loop knows how to advance.
 _ADVANCED = ("attention_mask", "position_ids", CACHE)
 
@@ -233,7 +236,7 @@ class _Loop:
         for name in ("output_scores", "output_logits", "output_hidden_states"):
             if self._config.return_dict_in_generate and getattr(self._config, name):
                 return f"{name}=True"
-        for name in _FEEDING:
+        for name in _FEEDING if self._model.config.model_type not in _LIMIT_LOGITS else ():
             if getattr(type(self._model), name) is not getattr(GenerationMixin, name):
                 return f"{type(self._model).__name__} has its own {name}"
         for name, value in self._inputs.items():
@@ -261,8 +264,10 @@ class _Loop:
         del outputs  # a prompt's logits may be large
         returns_cache = self._config.return_dict_in_generate
         is_kept = returns_cache or getattr(self._cache, "_is_user_defined", False)
-        # Steps are undone by a crop, which cannot restore tokens that have left a dense window.
-        steps_ahead = 0 if is_kept and any(storage.layout.has_tail for storage in self._cache.storages) else STEPS_AHEAD
+        # Steps are undone by a crop, which cannot restore tokens that have left a dense window, or a state.
+        has_tails = any(storage.layout.has_tail for storage in self._cache.storages)
+        has_states = any(True for layer in self._cache.layers for _ in tensors_of(layer))
+        steps_ahead = 0 if is_kept and (has_tails or has_states) else STEPS_AHEAD
         with self._model._optimize_model_for_decode():
             received, num_behind = self._run_steps(report, steps_ahead)
         self._undo(num_behind, is_kept=is_kept)

@@ -1,0 +1,85 @@
+"""States of fixed size beside keys and values, in static caches: they stay where they are.
+
+transformers keeps the states of linear attention, Mamba and convolutions, and models change them in place. Beam search
+replaces them there, and a new cache has new ones. A captured step knows addresses, so both would leave it reading what
+is dead. Here states come from the pool of the model and go back to it, as buffers of keys and values do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from ..storage.pool import BufferPool
+
+
+class PooledStates(LinearAttentionLayer):
+    """The states of a layer. Where they need not stay, as in growing caches, all is as in transformers' class.
+
+    Attributes:
+        name: Of the layer in its cache.
+        do_states_stay: Whether the cache is static.
+        pool: Of a static cache's buffers, if it has one.
+    """
+
+    name = ""
+    do_states_stay = False
+    pool: BufferPool | None = None
+
+    def lazy_initialization(
+        self,
+        conv_states: Tensor | None = None,
+        recurrent_states: Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        """Take a state of zeros from the pool, or allocate one. See transformers' class for the arguments."""
+        LinearAttentionLayer.lazy_initialization(self, conv_states, recurrent_states, state_idx, conv_kernel_size)
+        given = {"conv": (conv_states, self.conv_states), "recurrent": (recurrent_states, self.recurrent_states)}
+        for kind, (like, states) in given.items():
+            new = states[state_idx]
+            if self.pool is not None and like is not None and new is not None:
+                states[state_idx] = self._pooled(self.pool, (self.name, kind, state_idx), new)
+
+    def _pooled(self, pool: BufferPool, use: Hashable, new: Tensor) -> Tensor:
+        # A tensor created in inference mode cannot be written outside of it.
+        kind = (new.shape, new.dtype, new.device, torch.is_inference_mode_enabled())
+        state: Tensor | None = pool.take(use, kind)
+        state = new if state is None else state.zero_()
+        pool.expect(self, use, kind, state)
+        return state
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch for beam search."""
+        if not self.do_states_stay:
+            LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+            return
+        for state in tensors_of(self):
+            state.copy_(state.index_select(0, beam_idx.to(state.device)))
+
+
+class KVQuantStateLayer(PooledStates):
+    """A layer of a static `KVQuantCache` that has a state alone.
+
+    Args:
+        name: As in `PooledStates`.
+        pool: As in `PooledStates`.
+        **kwargs: Passed to transformers' class.
+    """
+
+    do_states_stay = True
+
+    def __init__(self, name: str, pool: BufferPool | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.name, self.pool = name, pool
+
+
+def tensors_of(layer: object) -> Iterator[Tensor]:
+    """The states of a layer of any kind, in a fixed order."""
+    if isinstance(layer, LinearAttentionLayer):
+        for states in (layer.conv_states, layer.recurrent_states):
+            yield from (state for state in states.values() if state is not None)
