@@ -3,15 +3,17 @@
 A quantised cache can only be judged on a model that has learned something: on random weights attention is close to
 uniform and every error looks harmless. This one is small enough to live in the repository (15.5 million parameters in
 bf16), but its cache has the shape of a large model's: head_dim 128, two query heads per key-value head, rotary
-positions. Four commands, in this order, on one folder `--out`:
+positions. Commands, in this order, on one folder `--out`:
 
     tokenizer   byte-level BPE learned from the training articles: tokenizer.json, tokenizer_config.json
     train       the weights: config.json, generation_config.json, model.safetensors, training_log.jsonl
     average     the mean of two checkpoints: before and after a second training that continued from the first
+    stretch     a copy of a model with latents that computes the same, and whose latents have outlier channels
     evaluate    validation loss, WikiText-2 perplexity in two conventions, greedy continuations; printed only
 
-The layers are those of transformers' `LlamaForCausalLM`, so `from_pretrained` loads exactly what was trained. README.md
-in this folder has the data's licence, the command that made the checkpoint here, and its results.
+The layers are those of transformers' `LlamaForCausalLM`, so `from_pretrained` loads exactly what was trained; with
+`--latent-rank`, those of `DeepseekV3ForCausalLM`, which keep latents instead of keys and values (MLA). README.md in
+this folder has the licence of the data, the command that made the checkpoint here, and its results.
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 VALIDATION_SHARE = 0.01
@@ -163,31 +173,48 @@ def endless_batches(tokens: Tensor, rows: int, context: int, seed: int) -> Itera
 # ------------------------------------------------------------------------------------------------------------ model
 
 
-def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
+def build_config(args: argparse.Namespace, vocab_size: int) -> PreTrainedConfig:
+    """Return the config of the model: Llama's, or with `--latent-rank` one of the same size that keeps latents (MLA).
+
+    `pad_token_id` stays unset: an embedding with a padding index would never learn `<|endoftext|>` as an input.
+    """
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.intermediate_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.query_heads,
+        "max_position_embeddings": args.context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    if args.latent_rank is None:
+        return LlamaConfig(**common, num_key_value_heads=args.kv_heads, head_dim=args.head_dim)
+    # Values are as wide as keys, and every layer has an MLP in place of experts.
+    sizes = {"qk_nope_head_dim": args.head_dim - args.rope_dim, "qk_rope_head_dim": args.rope_dim}
+    return DeepseekV3Config(
+        **common,
+        **sizes,
+        num_key_value_heads=args.query_heads,
+        kv_lora_rank=args.latent_rank,
+        q_lora_rank=None,
+        v_head_dim=args.head_dim,
+        first_k_dense_replace=args.layers,
+    )
+
+
+def build_model(args: argparse.Namespace, vocab_size: int) -> PreTrainedModel:
     """Build the model with new random float32 weights.
 
-    `pad_token_id` stays unset: an embedding with a padding index would never learn `<|endoftext|>` as an input. The
-    projections that write into the residual stream start smaller, by 1 / sqrt(2 · layers), so that its variance does
-    not grow with depth.
+    The projections that write into the residual stream start smaller, by 1 / sqrt(2 · layers), so that its variance
+    does not grow with depth.
     """
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.query_heads,
-        num_key_value_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        max_position_embeddings=args.context,
-        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
-        rms_norm_eps=1e-5,
-        initializer_range=0.02,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(build_config(args, vocab_size))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_((2 * args.layers) ** -0.5)
@@ -195,10 +222,10 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
     return model
 
 
-def mean_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+def mean_loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
     """Return the mean next-token loss of `batch` (`[rows, context + 1]`), in nats, as a float32 scalar.
 
-    The layers are called directly, without a mask: `LlamaModel.forward` builds a mask tensor when it is compiled,
+    The layers are called directly, without a mask: the model's `forward` builds a mask tensor when it is compiled,
     which rules out the flash attention kernels. Under autocast the residual stream is bf16, as when the saved bf16
     checkpoint runs; the rotary tables stay float32.
     """
@@ -216,7 +243,7 @@ def mean_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validation_loss(model: LlamaForCausalLM, tokens: Tensor, rows: int, context: int) -> float:
+def validation_loss(model: PreTrainedModel, tokens: Tensor, rows: int, context: int) -> float:
     """Return the mean loss over all whole windows of a stream, in order, `rows` windows at a time."""
     windows = (len(tokens) - 1) // context
     columns = torch.arange(context + 1, device=tokens.device)
@@ -284,14 +311,14 @@ def schedule(progress: float, warmup: float) -> float:
 # --------------------------------------------------------------------------------------------------------- commands
 
 
-def save_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
+def save_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     """Write config, generation config and bf16 weights; the model itself keeps its float32 weights.
 
     Files are written next to the target and moved over it, so an interrupted run never leaves half a file.
     """
     state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict(state)
     copy.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0, do_sample=False)
     partial = folder / "partial"
@@ -357,7 +384,7 @@ def run_train(args: argparse.Namespace) -> None:
 
     model = build_model(args, tokenizer.get_vocab_size())
     if args.init:
-        model.load_state_dict(LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
     model = model.to(device)
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     # Embeddings (also the output layer) and norm weights: AdamW, and no decay, which would fade rare tokens.
@@ -437,14 +464,29 @@ def run_average(args: argparse.Namespace) -> None:
     A second training on a new style forgets some of the first and overfits. Half-way between the two, nearly all of the
     gain is kept and most of the loss is undone (Wortsman et al., 2022, "Robust fine-tuning of zero-shot models").
     """
-    first, second = (LlamaForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (args.out, args.other))
+    first, second = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (args.out, args.other))
     for mean, other in zip(first.parameters(), second.parameters(), strict=True):
         mean.lerp_(other, 0.5)
     save_checkpoint(first, args.out)
 
 
 @torch.no_grad()
-def negative_log_likelihood(model: LlamaForCausalLM, windows: list[Tensor], device: torch.device) -> float:
+def run_stretch(args: argparse.Namespace) -> None:
+    """Multiply the channels of latents by log-normal factors, and divide the columns that read them by the same."""
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_pretrained(args.other, dtype=torch.float32)
+    for layer in model.model.layers:
+        norm, up = layer.self_attn.kv_a_layernorm, layer.self_attn.kv_b_proj
+        factors = (args.sigma * torch.randn_like(norm.weight)).exp()
+        norm.weight.mul_(factors)
+        up.weight.div_(factors)
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(model, args.out)
+    AutoTokenizer.from_pretrained(args.other).save_pretrained(args.out)
+
+
+@torch.no_grad()
+def negative_log_likelihood(model: PreTrainedModel, windows: list[Tensor], device: torch.device) -> float:
     """Return the summed loss, in nats, of every token but the first of each window (`[tokens]` each)."""
     total = 0.0
     for window in windows:
@@ -498,7 +540,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run one of the four commands."""
+    """Parse the command line and run its command."""
     parser = argparse.ArgumentParser(description="Train the small reference model of the evaluations.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -526,6 +568,8 @@ def main() -> None:
     train.add_argument("--query-heads", type=int, default=4)
     train.add_argument("--kv-heads", type=int, default=2)
     train.add_argument("--head-dim", type=int, default=128)
+    train.add_argument("--latent-rank", type=int, help="channels of a latent: a model with latents (MLA), not Llama's")
+    train.add_argument("--rope-dim", type=int, default=32, help="channels of a head with rotary positions, of latents")
     train.add_argument("--rope-theta", type=float, default=10_000.0, help="base of the rotary positions")
     train.add_argument("--log-seconds", type=float, default=10.0)
     train.add_argument("--seed", type=int, default=0)
@@ -533,6 +577,12 @@ def main() -> None:
 
     average = commands.add_parser("average", help="average two checkpoints")
     average.add_argument("--other", type=Path, required=True, help="folder of the checkpoint trained on from --out")
+
+    stretch = commands.add_parser("stretch", help="give latents outlier channels")
+    stretch.add_argument("--other", type=Path, required=True, help="folder of the checkpoint")
+    stretch.add_argument("--out", type=Path, required=True, help="folder of the copy")
+    stretch.add_argument("--sigma", type=float, default=1.0, help="of the factors' logarithms")
+    stretch.add_argument("--seed", type=int, default=0)
 
     evaluate = commands.add_parser("evaluate", help="measure a checkpoint")
     evaluate.add_argument("--wikitext", type=Path, help="the WikiText-2 raw test split")
@@ -556,6 +606,7 @@ def main() -> None:
         "tokenizer": run_tokenizer,
         "train": run_train,
         "average": run_average,
+        "stretch": run_stretch,
         "evaluate": run_evaluate,
     }
     commands_by_name[args.command](args)
