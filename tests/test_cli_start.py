@@ -28,9 +28,9 @@ import hf_kvquant
 from hf_kvquant import cli
 from hf_kvquant.cli import messages, threads
 from hf_kvquant.common import interrupts
-from hf_kvquant.evaluation.choices import RECIPE_NAMES
-from hf_kvquant.evaluation.errors import Interrupted, UsageError, is_out_of_memory
-from hf_kvquant.evaluation.recipes import catalogue
+from hf_kvquant.common.errors import Interrupted, UsageError, is_out_of_memory
+from hf_kvquant_evals.choices import RECIPE_NAMES
+from hf_kvquant_evals.recipes import catalogue
 
 ROOT = Path(hf_kvquant.__file__).parents[1]
 LINE = "hf-kvquant: interrupted.\n"
@@ -46,7 +46,7 @@ def command(tmp_path: Path) -> Command:
         # Of a pytest in the background of a script, programs inherit that they ignore the signal.
         heeds = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         (tmp_path / "sitecustomize.py").write_text(heeds + textwrap.dedent(first), encoding="utf-8")
-        path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "evals"), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen(
             [sys.executable, "-m", "hf_kvquant", *words],
             stdout=subprocess.PIPE,
@@ -196,7 +196,7 @@ WORK = {
             raise ValueError("cannot tidy up")
     """,
     "a mistake of the user that is only what the interruption has left": """
-        from hf_kvquant.evaluation.errors import UsageError
+        from hf_kvquant.common.errors import UsageError
         try:
             interrupt()
         except KeyboardInterrupt:

@@ -279,7 +279,7 @@ def test_counts_in_words_are_right() -> None:
     page = page_of("examples")
     assert page.splitlines()[2].startswith(f"{NUMBERS[len(examples)].capitalize()} programs ")
     assert set(re.findall(r"\(\.\./examples/(\w+)\.py\)", page)) == {*examples}
-    tasks = [*(ROOT / "hf_kvquant" / "evaluation" / "tasks" / "offline").glob("*.yaml")]
+    tasks = [*(ROOT / "evals" / "hf_kvquant_evals" / "tasks" / "offline").glob("*.yaml")]
     assert f"{NUMBERS[len(tasks)]} tasks run from JSON lines" in page_of("evaluation").replace("\n", " ")
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     variables = {*re.findall(r"HF_KVQUANT_[A-Z]+_?[A-Z]*|MAX_JOBS", page_of("install"))}

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from ..common import interrupts
+from ..common.errors import Interrupted, Refused, UsageError, named
 from ..common.version import __version__
-from ..evaluation.errors import Interrupted, Refused, UsageError, named
 from . import messages, threads
 from .arguments import Parser, check_counts
 from .parsers import COMMANDS
