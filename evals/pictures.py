@@ -1,7 +1,6 @@
 """The pictures of the README and of `docs/`: the numbers that each takes from results files, and how it is drawn.
 
-`render_readme.py` writes them, which needs matplotlib. `hf_kvquant_evals/report/plots.py` decides their common
-look.
+`render_readme.py` writes them, which needs matplotlib. `hf_kvquant_evals/report/plots.py` decides their common look.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ that no test has to hit a moment by time.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import logging
 import os
@@ -114,6 +115,23 @@ def test_every_command_explains_itself_without_torch(command: Command) -> None:
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: hf-kvquant") == len(every) and done.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["perplexity m --text t", "report", "--help"])
+def test_evaluations_that_are_missing(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    if words == "--help":
+        with pytest.raises(SystemExit):
+            cli.main([words])
+        assert "measure what presets cost in quality" in capsys.readouterr().out
+    else:
+        assert cli.main(["eval", *words.split()]) == 2
+        assert capsys.readouterr().err == (
+            "hf-kvquant: error: eval: the package hf_kvquant_evals must be there, got none. Install hf-kvquant again, "
+            "or, in a checkout that is not installed, add its folder evals to PYTHONPATH.\n"
+        )
 
 
 def test_recipes_are_named_without_importing_them() -> None:
