@@ -27,7 +27,7 @@ from zero_shot import accuracies
 
 from hf_kvquant import KVQuantConfig, smooth_attention
 from hf_kvquant.cli.loading import load
-from hf_kvquant.common.identity import ROOT, model_name, sha256
+from hf_kvquant.common.naming import ROOT, model_name, sha256
 from hf_kvquant.state import keep
 from hf_kvquant_evals.choices import OUTLIER_PAIRS
 from hf_kvquant_evals.injection import inject_key_outliers

@@ -24,7 +24,7 @@ from rich.console import Console
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.cli.arguments import DTYPES
 from hf_kvquant.cli.loading import load, read_text
-from hf_kvquant.common.identity import ROOT, sha256
+from hf_kvquant.common.naming import ROOT, sha256
 from hf_kvquant_evals.choices import OUTLIER_PAIRS
 from hf_kvquant_evals.cli import evaluate
 from hf_kvquant_evals.cli.parsers import add_perplexity_options

@@ -29,7 +29,7 @@ from typing import Any
 
 from results_files import write_results
 
-from hf_kvquant.common.identity import ROOT
+from hf_kvquant.common.naming import ROOT
 from hf_kvquant_evals.recipes.measure import SUMMARY
 from hf_kvquant_evals.recipes.results import rows_of
 from hf_kvquant_evals.records import read_record

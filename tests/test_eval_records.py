@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvquant.common import identity
+from hf_kvquant.common import naming
 from hf_kvquant_evals import provenance, records
 from hf_kvquant_evals.records import RunRecord
 
@@ -110,5 +110,5 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert identity.model_name("~/model") == identity.model_name(str(tmp_path / "model")) == "model"
-    assert identity.model_name("somebody/model") == "somebody/model"
+    assert naming.model_name("~/model") == naming.model_name(str(tmp_path / "model")) == "model"
+    assert naming.model_name("somebody/model") == "somebody/model"

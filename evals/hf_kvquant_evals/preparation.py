@@ -15,7 +15,7 @@ from hf_kvquant.calibration.smoothing import smooth_attention
 from hf_kvquant.calibration.smoothing_file import FILE_NAME
 from hf_kvquant.cli.loading import load_calibration, read_text
 from hf_kvquant.common.errors import UsageError, is_out_of_memory
-from hf_kvquant.common.identity import model_name, sha256
+from hf_kvquant.common.naming import model_name, sha256
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.models.hashes import weights_hash
 

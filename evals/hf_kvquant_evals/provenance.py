@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_kvquant import ops
-from hf_kvquant.common.identity import ROOT, place
+from hf_kvquant.common.naming import ROOT, place
 from hf_kvquant.common.version import __version__
 from hf_kvquant.upstream.releases import VERSION
 

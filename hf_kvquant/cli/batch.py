@@ -21,7 +21,7 @@ from ..batching.grammars import Grammars
 from ..batching.sampling import SETTINGS
 from ..calibration.smoothing_file import FILE_NAME
 from ..common.errors import Interrupted, Refused, UsageError, is_out_of_memory
-from ..common.identity import model_name, sha256
+from ..common.naming import model_name, sha256
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
 from ..config import KVQuantConfig

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_kvquant.cache.cache import KVQuantCache
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.common.errors import Refused, UsageError
-from hf_kvquant.common.identity import sha256
+from hf_kvquant.common.naming import sha256
 from hf_kvquant.common.tables import or_dash, print_table, with_error
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.models.probing import forward

@@ -25,7 +25,7 @@ from hf_kvquant.calibration.search import collect
 from hf_kvquant.calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
 from hf_kvquant.cli.loading import source_of
 from hf_kvquant.common.errors import UsageError
-from hf_kvquant.common.identity import sha256
+from hf_kvquant.common.naming import sha256
 from hf_kvquant.common.progress import Tell
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.models.probing import arbitrary_ids, forward

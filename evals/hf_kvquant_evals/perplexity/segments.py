@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_kvquant.cli.loading import read_text
 from hf_kvquant.common.errors import UsageError
-from hf_kvquant.common.identity import sha256
+from hf_kvquant.common.naming import sha256
 from hf_kvquant.models.text_config import context_of, positions_of
 
 from ..choices import FIELD, SPLIT, TOKENS, WINDOW

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_kvquant.attention.backends import without_cudnn
 from hf_kvquant.common.errors import UsageError
-from hf_kvquant.common.identity import sha256
+from hf_kvquant.common.naming import sha256
 from hf_kvquant.models.text_config import context_of
 from hf_kvquant.presets import UNQUANTIZED
 

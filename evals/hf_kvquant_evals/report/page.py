@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader
 from markdown_it import MarkdownIt
 
 from hf_kvquant.common.errors import UsageError
-from hf_kvquant.common.identity import model_name
+from hf_kvquant.common.naming import model_name
 from hf_kvquant.common.output import written
 from hf_kvquant.common.tables import markdown_table, or_dash, scientific
 from hf_kvquant.preflight.check import GOAL, LIMIT

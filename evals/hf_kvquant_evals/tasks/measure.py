@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hf_kvquant.common.errors import Refused, UsageError
-from hf_kvquant.common.identity import sha256
+from hf_kvquant.common.naming import sha256
 
 from ..errors import NothingRead
 from ..preparation import Subject
