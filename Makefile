@@ -152,7 +152,7 @@ sanitize-cpu: $(PACKAGES)  ## test and fuzz CPU kernels under the address and un
 lint: $(PACKAGES)  ## check errors and format with ruff, and that imports point one way
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --no-logo
+	PYTHONPATH=evals $(BIN)/lint-imports --no-logo
 
 lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## validate workflows, issue forms and CITATION.cff, and audit the workflows
 	$(call step,checking schemas,check() { $(WORKFLOW_TOOLS)/bin/check-jsonschema --builtin-schema vendor.$$@; } && \

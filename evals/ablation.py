@@ -26,12 +26,14 @@ from weight_recipes import WEIGHTS, quantize_weights
 from zero_shot import accuracies
 
 from hf_kvquant import KVQuantConfig, smooth_attention
-from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.evaluation.measuring.fidelity import compare
-from hf_kvquant.evaluation.perplexity.segments import FIRST_CHUNK, cut
-from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS, load
-from hf_kvquant.evaluation.provenance import ROOT, card, gpu_card, model_name, sha256
+from hf_kvquant.cli.loading import load
+from hf_kvquant.common.naming import ROOT, model_name, sha256
 from hf_kvquant.state import keep
+from hf_kvquant_evals.choices import OUTLIER_PAIRS
+from hf_kvquant_evals.injection import inject_key_outliers
+from hf_kvquant_evals.measuring.fidelity import compare
+from hf_kvquant_evals.perplexity.segments import FIRST_CHUNK, cut
+from hf_kvquant_evals.provenance import card, gpu_card
 
 # Caches by name: the config, and whether the weights are those that calibration has changed.
 CACHES: dict[str, tuple[dict[str, Any], bool]] = {

@@ -55,9 +55,9 @@ from weight_methods import BF16, METHODS, arm_of, bytes_of, quantize
 
 from hf_kvquant import PRESETS, KVQuantConfig, patched
 from hf_kvquant.cache.support import formats_of
-from hf_kvquant.evaluation.provenance import card, gpu_card
 from hf_kvquant.models.latent import head_dims_of, latent_sizes
 from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant_evals.provenance import card, gpu_card
 
 # Unpatched, by attention implementation.
 UNPATCHED = {"transformers": "sdpa", "flash": "flash_attention_2"}

@@ -44,10 +44,10 @@ from rich.table import Table
 from torch import Tensor
 
 from hf_kvquant import PRESETS, ops
-from hf_kvquant.evaluation.provenance import card, gpu_card, gpu_state
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.planes import Planes
+from hf_kvquant_evals.provenance import card, gpu_card, gpu_state
 
 DEFAULT_PRESETS = ["int8", "int4", "int4-channel", "int4-token", "int4-g32", "k8v4", "fp8"]
 # Sequences, tokens held, and new ones among them.

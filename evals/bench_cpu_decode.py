@@ -41,10 +41,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops
-from hf_kvquant.evaluation.provenance import card
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.planes import Planes
+from hf_kvquant_evals.provenance import card
 
 # The least size of all buffer sets of a contender together: three times the last-level cache of our processors.
 COLD_BYTES = 96e6

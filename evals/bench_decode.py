@@ -70,13 +70,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops
-from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 from hf_kvquant.ops.schemas import dequantize_reference
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.pages import PageLayout
 from hf_kvquant.spec.planes import Planes
+from hf_kvquant_evals.provenance import card, describe_error, gpu_card, gpu_state
 
 REPLAYS = 40
 PAGE_SIZE = 256  # tokens, as transformers has it by default

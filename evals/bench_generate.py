@@ -74,8 +74,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from weight_methods import bytes_of
 
 from hf_kvquant import ops
-from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 from hf_kvquant.upstream.releases import cache_of
+from hf_kvquant_evals.provenance import card, describe_error, gpu_card, gpu_state
 
 DTYPE = torch.bfloat16
 FLOOR = "static"

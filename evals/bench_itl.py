@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_kvquant import PRESETS
-from hf_kvquant.evaluation.provenance import gpu_state
+from hf_kvquant_evals.provenance import gpu_state
 
 ARMS: dict[str, System] = {
     **{name: SYSTEMS[name] for name in ("dynamic", "dynamic-no-cudnn")},

@@ -32,8 +32,8 @@ from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, patched
 from hf_kvquant.attention.backends import without_cudnn
-from hf_kvquant.evaluation.provenance import card
 from hf_kvquant.upstream.releases import CACHE
+from hf_kvquant_evals.provenance import card
 
 # By name: the model type, and its sizes where they differ from the defaults of its config.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

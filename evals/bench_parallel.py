@@ -29,7 +29,7 @@ from torch import Tensor, distributed
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
 
-from hf_kvquant.evaluation.provenance import card, gpu_card
+from hf_kvquant_evals.provenance import card, gpu_card
 
 DEFAULT_CASES = [Case(1, 2048), Case(8, 16384)]
 DEFAULT_SYSTEMS = ["dynamic", "int4-token", "int4-token-capture"]

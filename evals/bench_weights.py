@@ -53,9 +53,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from weight_methods import BF16, METHODS, bytes_of, quantize, shapes_of
 
 from hf_kvquant import KVQuantCache
-from hf_kvquant.evaluation.provenance import card, gpu_card, gpu_state
 from hf_kvquant.graphs.fusion import fused
 from hf_kvquant.upstream.releases import CACHE, cache_of
+from hf_kvquant_evals.provenance import card, gpu_card, gpu_state
 
 SYSTEM = "int4-token-capture"
 # The most that a case may take, as a share of its step with bf16 weights.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kvquant.evaluation.provenance import describe_error
+from hf_kvquant_evals.provenance import describe_error
 
 PAGE_SIZE = 64
 

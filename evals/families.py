@@ -21,10 +21,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache
-from hf_kvquant.evaluation.provenance import card
 from hf_kvquant.models.latent import keeps_latents
 from hf_kvquant.models.text_config import text_config_of
 from hf_kvquant.upstream.releases import cache_of
+from hf_kvquant_evals.provenance import card
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results" / "families.json"

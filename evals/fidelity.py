@@ -3,7 +3,7 @@
     python evals/fidelity.py --data wikitext2.test.raw --chunk 128 --output evals/results/fidelity.json
 
 The numbers stand in the table of the README, and in the table of all presets on `docs/presets.md`. Windows, gate,
-counter, aggregates and most options are those of `hf_kvquant/evaluation/`. `--data` is its `--text` with `--rows`, the
+counter, aggregates and most options are those of `hf_kvquant_evals/`. `--data` is its `--text` with `--rows`, the
 convention of papers; `--record` is its `--output`; dtype and device default to those of the published results. This
 script turns a record into a results file: one row per preset with its windows, and hashes of weights and tokenizer.
 """
@@ -22,12 +22,13 @@ from results_files import write_results
 from rich.console import Console
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.cli import evaluate
 from hf_kvquant.cli.arguments import DTYPES
-from hf_kvquant.cli.parsers.evaluate import add_perplexity_options
-from hf_kvquant.evaluation.perplexity.results import kld_of, show
-from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS, load, read_text
-from hf_kvquant.evaluation.provenance import ROOT, sha256
+from hf_kvquant.cli.loading import load, read_text
+from hf_kvquant.common.naming import ROOT, sha256
+from hf_kvquant_evals.choices import OUTLIER_PAIRS
+from hf_kvquant_evals.cli import evaluate
+from hf_kvquant_evals.cli.parsers import add_perplexity_options
+from hf_kvquant_evals.perplexity.results import kld_of, show
 
 
 def flattened(record: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -49,9 +49,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from hf_kvquant import KVQuantCache
-from hf_kvquant.evaluation.provenance import describe_error
 from hf_kvquant.state import patch_of
 from hf_kvquant.upstream.releases import CACHE, cache_of
+from hf_kvquant_evals.provenance import describe_error
 
 # Timed calls: fewer when they have taken this long.
 CALLS, ENOUGH_SECONDS = 3, 6.0

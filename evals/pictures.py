@@ -1,7 +1,6 @@
 """The pictures of the README and of `docs/`: the numbers that each takes from results files, and how it is drawn.
 
-`render_readme.py` writes them, which needs matplotlib. `hf_kvquant/evaluation/report/plots.py` decides their common
-look.
+`render_readme.py` writes them, which needs matplotlib. `hf_kvquant_evals/report/plots.py` decides their common look.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import render_real
 
-from hf_kvquant.evaluation.report.plots import INK, MUTED, PALETTE, label, picture
+from hf_kvquant_evals.report.plots import INK, MUTED, PALETTE, label, picture
 
 # What pictures show of decode.json and generate.json, and in which colour. Names are those of decode_cases.py and
 # bench_generate.py. The baseline is grey.

@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 model=$1 texts=$2 results=$3 device=${4:-cpu}
 python=${PYTHON:-python3}
 work=${WORK:-build/real-models}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONPATH=$PWD:$PWD/evals${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 mkdir -p "$work" "$results"
 
 one_by_one="--mode simulated --chunk 1" at_once=${JOBS:-1}

@@ -29,10 +29,10 @@ from typing import Any
 
 from results_files import write_results
 
-from hf_kvquant.evaluation.provenance import ROOT
-from hf_kvquant.evaluation.recipes.measure import SUMMARY
-from hf_kvquant.evaluation.recipes.results import rows_of
-from hf_kvquant.evaluation.records import read_record
+from hf_kvquant.common.naming import ROOT
+from hf_kvquant_evals.recipes.measure import SUMMARY
+from hf_kvquant_evals.recipes.results import rows_of
+from hf_kvquant_evals.records import read_record
 
 OUTPUT = ROOT / "evals" / "results" / "recipes.json"
 

@@ -11,7 +11,7 @@ from typing import Any
 from pictures import COLOURS, UNQUANTISED, short
 
 from hf_kvquant.common.tables import markdown_table as table
-from hf_kvquant.evaluation.report.plots import label, picture
+from hf_kvquant_evals.report.plots import label, picture
 
 # The systems that are compared, by their names in bench_batching.py.
 THEIRS, OURS = "flash", "int4-token"

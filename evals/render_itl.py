@@ -12,7 +12,7 @@ from pictures import COLOURS, UNQUANTISED, short, thousands
 from render_generate import SCENARIO_SYSTEMS
 
 from hf_kvquant.common.tables import markdown_table as table
-from hf_kvquant.evaluation.report.plots import PALETTE, label, picture
+from hf_kvquant_evals.report.plots import PALETTE, label, picture
 
 # The caches of bf16, by their names in bench_itl.py.
 NAMES = {name: SCENARIO_SYSTEMS[name] for name in ("dynamic", "dynamic-no-cudnn", "static")}

@@ -10,7 +10,7 @@ many new tokens, `render_batching.py` that of many requests, with its picture, `
 GPUs, `render_families.py` that of model families, `render_itl.py` that of steps by the tokens held, with its picture,
 `render_latent.py` that of latents, `render_real.py` those of a real model, `render_recipes.py` those of published
 recipes, `render_ablation.py` and `render_weights.py` those of quantised weights.
-The other scripts of this folder and `hf_kvquant/evaluation/` measure.
+The other scripts of this folder and `hf_kvquant_evals/` measure.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ import render_weights
 
 from hf_kvquant.common.tables import markdown_table as table
 from hf_kvquant.common.tables import scientific
-from hf_kvquant.evaluation.recipes.picture import draw as draw_recipes
-from hf_kvquant.evaluation.report.page import spelled_average
-from hf_kvquant.evaluation.tasks.data import AVERAGED
-from hf_kvquant.evaluation.tasks.results import averages, by_task_and_preset
+from hf_kvquant_evals.recipes.picture import draw as draw_recipes
+from hf_kvquant_evals.report.page import spelled_average
+from hf_kvquant_evals.tasks.data import AVERAGED
+from hf_kvquant_evals.tasks.results import averages, by_task_and_preset
 
 Found = TypeVar("Found")
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,8 +14,7 @@ import render_recipes
 
 from hf_kvquant import PRESETS
 from hf_kvquant.common.tables import markdown_table, scientific
-from hf_kvquant.evaluation.choices import UNQUANTIZED
-from hf_kvquant.presets import PRESET_WINDOWS
+from hf_kvquant.presets import PRESET_WINDOWS, UNQUANTIZED
 
 MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense windows, and each without: first and newest tokens follow the name.

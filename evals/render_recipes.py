@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_kvquant.common.tables import markdown_table, scientific, with_error
-from hf_kvquant.evaluation.recipes import picture
-from hf_kvquant.evaluation.recipes.results import accuracy_change, log_likelihood_change
+from hf_kvquant_evals.recipes import picture
+from hf_kvquant_evals.recipes.results import accuracy_change, log_likelihood_change
 
 PLAIN, OUTLIERS, BIAS, CODES, WINDOWS = "plain", "outliers", "bias", "codes", "windows"
 NEEDLES, LONG = "needles", "long"

@@ -1,6 +1,6 @@
 """Zero-shot accuracy under several caches, of the tasks that `hf-kvquant eval tasks` reads from JSON lines.
 
-Tasks, prompts and scores are those of `hf_kvquant/evaluation/tasks/offline/`, but lm-eval is not needed, whose packages
+Tasks, prompts and scores are those of `hf_kvquant_evals/tasks/offline/`, but lm-eval is not needed, whose packages
 a machine with a GPU may lack. As in lm-eval, a choice is right if its log-likelihood is the highest of its item, and a
 single continuation if each of its tokens is the most likely one. The context without its last token fills the cache,
 and the rest is read from it.
@@ -19,8 +19,8 @@ import yaml
 from torch import nn
 
 from hf_kvquant.config import KVQuantConfig
-from hf_kvquant.evaluation.measuring.fidelity import Chunks, Stream, route
-from hf_kvquant.evaluation.tasks.data import FOLDER, check_data, data_file
+from hf_kvquant_evals.measuring.fidelity import Chunks, Stream, route
+from hf_kvquant_evals.tasks.data import FOLDER, check_data, data_file
 
 CHUNK = 128
 

@@ -41,6 +41,8 @@ _INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
 _INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)
 _FP8 = KVFormat("fp8")
 
+# The preset that keeps keys and values as they come. Commands compare the others with it.
+UNQUANTIZED = "none"
 # Formats of (keys, values). Keys need more bits than values, hence `k8v4` and `k4v2`.
 PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
     "none": (_NONE, _NONE),

@@ -1571,7 +1571,7 @@ def catcher(tree: Path, arguments: list[str]) -> str | None:
         try:
             signal.alarm(SECONDS)
             os.chdir(tree)
-            sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
+            sys.path[0], os.environ["PYTHONPATH"] = str(tree), f"{tree}{os.pathsep}{tree / 'evals'}"
             for descriptor in (1, 2):
                 os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
             options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]

@@ -28,10 +28,10 @@ from waiting import next_result
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, load_smoothing, patch, patched, rotate_values, unpatch, unrotate_values, unsmooth
-from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.graphs import capture
 from hf_kvquant.models.hashes import weights_hash
 from hf_kvquant.upstream.releases import HAS_PAGES, with_cache
+from hf_kvquant_evals.injection import inject_key_outliers
 
 peft = pytest.importorskip("peft")
 # It warns of merged adapters, and uses what transformers is about to rename.

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.cli import arguments
+from hf_kvquant.cli import arguments, loading
 from hf_kvquant.cli.arguments import UNTRANSFORMED, checked_configs, config_of
-from hf_kvquant.evaluation import preparation
-from hf_kvquant.evaluation.errors import UsageError
+from hf_kvquant.common.errors import UsageError
 from hf_kvquant.spec.formats import KVFormat
 
 NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)
@@ -70,6 +69,6 @@ def test_a_model_that_does_not_fit_into_memory(tmp_path: Any, monkeypatch: pytes
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
         torch.empty(1 << 60, dtype=torch.int8)  # as PyTorch itself says it
 
-    monkeypatch.setattr(preparation.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     with pytest.raises(UsageError, match=r"`MODEL` must fit into the memory of cpu, got .* Use --dtype bfloat16"):
-        preparation.load(str(tmp_path), "float32", torch.device("cpu"))
+        loading.load(str(tmp_path), "float32", torch.device("cpu"))

@@ -13,12 +13,12 @@ from models import greedy, left_padded, logits
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, key_transforms, patched
-from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.models.probing import forward
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.transforms import of_model
 from hf_kvquant.transforms.balancing import balancing_factors
 from hf_kvquant.upstream.releases import cache_of
+from hf_kvquant_evals.injection import inject_key_outliers
 
 FACTOR = 32.0
 

@@ -23,7 +23,7 @@ from waiting import until
 from hf_kvquant import cli, patched
 from hf_kvquant.batching import grammars
 from hf_kvquant.batching.grammars import Grammars
-from hf_kvquant.evaluation.preparation import load
+from hf_kvquant.cli.loading import load
 from hf_kvquant.jobs import answers
 from hf_kvquant.jobs.lines import Job, parse
 from hf_kvquant.jobs.output import Writer

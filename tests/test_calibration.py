@@ -38,10 +38,10 @@ from hf_kvquant import KVQuantCache, key_transforms, load_smoothing, smooth_atte
 from hf_kvquant.calibration import folding, search, smoothing, targets
 from hf_kvquant.calibration.layout import find_layouts
 from hf_kvquant.calibration.targets import find_keys
-from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
-from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.transforms import of_model
 from hf_kvquant.upstream.releases import with_cache
+from hf_kvquant_evals.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant_evals.measuring.fidelity import compare
 
 
 def planes(model: Any, preset: Any = "int4-token") -> list[Tensor]:

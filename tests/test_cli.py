@@ -14,9 +14,9 @@ from transformers.utils import logging
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, cli, ops
 from hf_kvquant.cli import arguments, calibrate, env
-from hf_kvquant.evaluation.errors import Refused, named
-from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.evaluation.preparation import load, load_calibration
+from hf_kvquant.cli.loading import load, load_calibration
+from hf_kvquant.common.errors import Refused, named
+from hf_kvquant_evals.injection import inject_key_outliers
 
 CONTEXT = 64
 TOKEN_SCALES = ("--preset", "int4-token")  # the model's texts are too short for blocks of keys

@@ -7,6 +7,7 @@ that no test has to hit a moment by time.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import logging
 import os
@@ -28,9 +29,9 @@ import hf_kvquant
 from hf_kvquant import cli
 from hf_kvquant.cli import messages, threads
 from hf_kvquant.common import interrupts
-from hf_kvquant.evaluation.choices import RECIPE_NAMES
-from hf_kvquant.evaluation.errors import Interrupted, UsageError, is_out_of_memory
-from hf_kvquant.evaluation.recipes import catalogue
+from hf_kvquant.common.errors import Interrupted, UsageError, is_out_of_memory
+from hf_kvquant_evals.choices import RECIPE_NAMES
+from hf_kvquant_evals.recipes import catalogue
 
 ROOT = Path(hf_kvquant.__file__).parents[1]
 LINE = "hf-kvquant: interrupted.\n"
@@ -46,7 +47,7 @@ def command(tmp_path: Path) -> Command:
         # Of a pytest in the background of a script, programs inherit that they ignore the signal.
         heeds = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         (tmp_path / "sitecustomize.py").write_text(heeds + textwrap.dedent(first), encoding="utf-8")
-        path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "evals"), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen(
             [sys.executable, "-m", "hf_kvquant", *words],
             stdout=subprocess.PIPE,
@@ -114,6 +115,23 @@ def test_every_command_explains_itself_without_torch(command: Command) -> None:
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: hf-kvquant") == len(every) and done.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["perplexity m --text t", "report", "--help"])
+def test_evaluations_that_are_missing(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    if words == "--help":
+        with pytest.raises(SystemExit):
+            cli.main([words])
+        assert "measure what presets cost in quality" in capsys.readouterr().out
+    else:
+        assert cli.main(["eval", *words.split()]) == 2
+        assert capsys.readouterr().err == (
+            "hf-kvquant: error: eval: the package hf_kvquant_evals must be there, got none. Install hf-kvquant again, "
+            "or, in a checkout that is not installed, add its folder evals to PYTHONPATH.\n"
+        )
 
 
 def test_recipes_are_named_without_importing_them() -> None:
@@ -196,7 +214,7 @@ WORK = {
             raise ValueError("cannot tidy up")
     """,
     "a mistake of the user that is only what the interruption has left": """
-        from hf_kvquant.evaluation.errors import UsageError
+        from hf_kvquant.common.errors import UsageError
         try:
             interrupt()
         except KeyboardInterrupt:

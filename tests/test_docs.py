@@ -279,7 +279,7 @@ def test_counts_in_words_are_right() -> None:
     page = page_of("examples")
     assert page.splitlines()[2].startswith(f"{NUMBERS[len(examples)].capitalize()} programs ")
     assert set(re.findall(r"\(\.\./examples/(\w+)\.py\)", page)) == {*examples}
-    tasks = [*(ROOT / "hf_kvquant" / "evaluation" / "tasks" / "offline").glob("*.yaml")]
+    tasks = [*(ROOT / "evals" / "hf_kvquant_evals" / "tasks" / "offline").glob("*.yaml")]
     assert f"{NUMBERS[len(tasks)]} tasks run from JSON lines" in page_of("evaluation").replace("\n", " ")
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     variables = {*re.findall(r"HF_KVQUANT_[A-Z]+_?[A-Z]*|MAX_JOBS", page_of("install"))}
@@ -363,13 +363,14 @@ def is_parsed(*words: str) -> bool:
 
 
 def test_rooms_stand_in_the_order_that_imports_have() -> None:
-    """The map of CONTRIBUTING has the rooms of pyproject.toml, each above those that it may import."""
-    layers = re.search(r"^layers = \[\n(.*?)^\]", PROJECT, re.MULTILINE | re.DOTALL)[1].split(",")  # type: ignore[index]
-    place = {room: number for number, layer in enumerate(layers) for room in re.findall(r"\w+", layer)}
-    (rooms,) = (block for block in blocks_of(ROOT / "CONTRIBUTING.md") if block.code.startswith("cli "))
-    named = re.findall(r"(?:^|  )([a-z]+)(?=  )", rooms.code, re.MULTILINE)
-    assert named == sorted(named, key=place.__getitem__)
-    assert {*named} == place.keys() - {"__main__", "_ops"}
+    """The maps of CONTRIBUTING have the rooms of pyproject.toml, each above those that it may import."""
+    layers_of_packages = re.findall(r"^layers = \[\n(.*?)^\]", PROJECT, re.MULTILINE | re.DOTALL)
+    maps = (block for block in blocks_of(ROOT / "CONTRIBUTING.md") if block.code.startswith("cli "))
+    for layers, rooms in zip(layers_of_packages, maps, strict=True):
+        place = {room: number for number, layer in enumerate(layers.split(",")) for room in re.findall(r"\w+", layer)}
+        named = re.findall(r"(?:^|  )([a-z_]+)(?=  )", rooms.code, re.MULTILINE)
+        assert named == sorted(named, key=place.__getitem__)
+        assert {*named} == place.keys() - {"__main__", "_ops"}
 
 
 def test_rooms_that_import_graphs_are_those_that_are_named() -> None:

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.evaluation.tasks.batches import Row, batches, max_padded_length
 from hf_kvquant.spec.formats import BLOCK_SIZE
+from hf_kvquant_evals.tasks.batches import Row, batches, max_padded_length
 
 BATCH_SIZE = 8
 BELOW_A_BLOCK = BLOCK_SIZE - 1

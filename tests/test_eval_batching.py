@@ -16,11 +16,11 @@ from lm_eval.api.instance import Instance
 from test_eval_tasks import CONTEXT, FLOAT_NOISE, differences, requests, text, tokenizer
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.evaluation.errors import NothingRead
-from hf_kvquant.evaluation.tasks import pages
-from hf_kvquant.evaluation.tasks.lm_eval_model import CannotScore, KVQuantLM
 from hf_kvquant.patching import patched
 from hf_kvquant.upstream.releases import HAS_PAGES
+from hf_kvquant_evals.errors import NothingRead
+from hf_kvquant_evals.tasks import pages
+from hf_kvquant_evals.tasks.lm_eval_model import CannotScore, KVQuantLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # lm-eval says so of every model that is handed to it
@@ -123,7 +123,7 @@ def test_texts_are_those_without(preset: str, monkeypatch: pytest.MonkeyPatch) -
     Without batching one text at a time: in a batch, lm-eval keeps what a text says after its end token, as long as
     others go on.
     """
-    monkeypatch.setattr("hf_kvquant.evaluation.tasks.paged_generation.LEAST_TOKENS", 64)
+    monkeypatch.setattr("hf_kvquant_evals.tasks.paged_generation.LEAST_TOKENS", 64)
     model = models.family("llama")
     found = []
     for batching in (False, True):

@@ -10,12 +10,12 @@ import torch
 
 from hf_kvquant import KVQuantConfig, smooth_attention
 from hf_kvquant.calibration.smoothing import CONFIG_KEY
-from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.evaluation.perplexity import measure, results
-from hf_kvquant.evaluation.perplexity.segments import Segments
-from hf_kvquant.evaluation.preparation import Subject
-from hf_kvquant.evaluation.records import RunRecord
 from hf_kvquant.models.hashes import hash_of
+from hf_kvquant_evals.injection import inject_key_outliers
+from hf_kvquant_evals.perplexity import measure, results
+from hf_kvquant_evals.perplexity.segments import Segments
+from hf_kvquant_evals.preparation import Subject
+from hf_kvquant_evals.records import RunRecord
 
 TEXT = 30 * models.SENTENCE
 

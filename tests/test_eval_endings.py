@@ -21,11 +21,11 @@ pytest.importorskip("lm_eval")
 
 from hf_kvquant import PRESETS, cli
 from hf_kvquant.cli import loading
-from hf_kvquant.evaluation import preparation, records
-from hf_kvquant.evaluation.long_context import measure as long_context
-from hf_kvquant.evaluation.perplexity import measure as perplexity
-from hf_kvquant.evaluation.records import RunRecord
-from hf_kvquant.evaluation.tasks import measure as tasks
+from hf_kvquant_evals import preparation, records
+from hf_kvquant_evals.long_context import measure as long_context
+from hf_kvquant_evals.perplexity import measure as perplexity
+from hf_kvquant_evals.records import RunRecord
+from hf_kvquant_evals.tasks import measure as tasks
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]

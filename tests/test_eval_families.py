@@ -15,8 +15,8 @@ import models
 import pytest
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation.measuring.pairs import DEQUANTIZED
 from hf_kvquant.storage.tally import causal_pairs
+from hf_kvquant_evals.measuring.pairs import DEQUANTIZED
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is optional")
@@ -148,7 +148,7 @@ def test_simulation_is_refused(folder_of: Any, family: str, capsys: pytest.Captu
 def test_controls_where_no_kernel_serves(
     folder_of: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvquant.evaluation.perplexity.gate.CONTROL_AGREEMENT", 1.01)
+    monkeypatch.setattr("hf_kvquant_evals.perplexity.gate.CONTROL_AGREEMENT", 1.01)
     code, found, _, error = run(capsys, tmp_path, "perplexity", folder_of("xglm"), *of_text(tmp_path, "--controls"))
     assert code == 0, error
     assert list(found["parts"]["controls"]["permuted_scales"]) == ["int8", "int4-token:2+6"]

@@ -15,13 +15,13 @@ from rich.console import Console
 from transformers import DynamicCache
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.evaluation.errors import Refused
-from hf_kvquant.evaluation.long_context import measure as long_context
-from hf_kvquant.evaluation.long_context.measure import SUMMARY, Cell, Scores, ask, score
-from hf_kvquant.evaluation.long_context.prompts import Prompt, Writer
-from hf_kvquant.evaluation.measuring.pairs import DEQUANTIZED
-from hf_kvquant.evaluation.records import RunRecord
+from hf_kvquant.common.errors import Refused
 from hf_kvquant.upstream.releases import with_cache
+from hf_kvquant_evals.long_context import measure as long_context
+from hf_kvquant_evals.long_context.measure import SUMMARY, Cell, Scores, ask, score
+from hf_kvquant_evals.long_context.prompts import Prompt, Writer
+from hf_kvquant_evals.measuring.pairs import DEQUANTIZED
+from hf_kvquant_evals.records import RunRecord
 
 CONTEXT = 512
 

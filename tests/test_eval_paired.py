@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_kvquant.evaluation import paired
+from hf_kvquant_evals import paired
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.evaluation.errors import OutOfMemory, Refused
-from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.evaluation.measuring.simulation import SimulatedLayer
-from hf_kvquant.evaluation.perplexity import gate, measure, segments
+from hf_kvquant.common.errors import Refused
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.storage.tally import causal_pairs
+from hf_kvquant_evals.errors import OutOfMemory
+from hf_kvquant_evals.injection import inject_key_outliers
+from hf_kvquant_evals.measuring.simulation import SimulatedLayer
+from hf_kvquant_evals.perplexity import gate, measure, segments
 
 WINDOW = 24
 TEXT = 8 * models.SENTENCE

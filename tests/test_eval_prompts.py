@@ -8,8 +8,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hf_kvquant.evaluation.errors import UsageError
-from hf_kvquant.evaluation.long_context.prompts import TESTS, Prompt, Writer
+from hf_kvquant.common.errors import UsageError
+from hf_kvquant_evals.long_context.prompts import TESTS, Prompt, Writer
 
 FILLER = " ".join(f"Sentence {number} says nothing." for number in range(40))
 

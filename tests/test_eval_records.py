@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from hf_kvquant.evaluation import provenance, records
-from hf_kvquant.evaluation.records import RunRecord
+from hf_kvquant.common import naming
+from hf_kvquant_evals import provenance, records
+from hf_kvquant_evals.records import RunRecord
 
 SETTINGS: dict[str, Any] = {"window": 64, "presets": ("none", "int8"), "stride": None}
 REMEDY = "Name another file, or remove this one."
@@ -109,5 +110,5 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert provenance.model_name("~/model") == provenance.model_name(str(tmp_path / "model")) == "model"
-    assert provenance.model_name("somebody/model") == "somebody/model"
+    assert naming.model_name("~/model") == naming.model_name(str(tmp_path / "model")) == "model"
+    assert naming.model_name("somebody/model") == "somebody/model"

@@ -19,14 +19,14 @@ from drawn import described
 
 import hf_kvquant
 from hf_kvquant import cli
-from hf_kvquant.cli import evaluate
-from hf_kvquant.cli.parsers.evaluate import LIMIT
-from hf_kvquant.evaluation import paired
-from hf_kvquant.evaluation.choices import MINUTES, REPORTED_PRESETS, SHORT_TOKENS, SHORT_WINDOW
-from hf_kvquant.evaluation.perplexity import measure
-from hf_kvquant.evaluation.report import page
-from hf_kvquant.evaluation.tasks.data import AVERAGED
-from hf_kvquant.evaluation.tasks.results import average_lines, averages, by_task_and_preset
+from hf_kvquant_evals import paired
+from hf_kvquant_evals.choices import MINUTES, REPORTED_PRESETS, SHORT_TOKENS, SHORT_WINDOW
+from hf_kvquant_evals.cli import evaluate
+from hf_kvquant_evals.cli.parsers import LIMIT
+from hf_kvquant_evals.perplexity import measure
+from hf_kvquant_evals.report import page
+from hf_kvquant_evals.tasks.data import AVERAGED
+from hf_kvquant_evals.tasks.results import average_lines, averages, by_task_and_preset
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
 # lm-eval and its dependencies warn of each other.

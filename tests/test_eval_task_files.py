@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_kvquant.evaluation.errors import UsageError
-from hf_kvquant.evaluation.tasks import data as task_files
+from hf_kvquant.common.errors import UsageError
+from hf_kvquant_evals.tasks import data as task_files
 
 
 @pytest.mark.parametrize(

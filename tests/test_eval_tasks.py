@@ -22,15 +22,16 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, cli, report
-from hf_kvquant.evaluation.errors import NothingRead
-from hf_kvquant.evaluation.measuring.fidelity import Chunks, feed
-from hf_kvquant.evaluation.tasks import data as task_files
-from hf_kvquant.evaluation.tasks import lm_eval_model
-from hf_kvquant.evaluation.tasks import measure as tasks
-from hf_kvquant.evaluation.tasks.data import MODES
-from hf_kvquant.evaluation.tasks.lm_eval_model import KVQuantLM
+from hf_kvquant.jobs.processes import tell_one_process
 from hf_kvquant.patching import patched
 from hf_kvquant.upstream.releases import CACHE
+from hf_kvquant_evals.errors import NothingRead
+from hf_kvquant_evals.measuring.fidelity import Chunks, feed
+from hf_kvquant_evals.tasks import data as task_files
+from hf_kvquant_evals.tasks import lm_eval_model
+from hf_kvquant_evals.tasks import measure as tasks
+from hf_kvquant_evals.tasks.data import MODES
+from hf_kvquant_evals.tasks.lm_eval_model import KVQuantLM
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -497,13 +498,13 @@ def test_one_process_where_several_were_asked_for_is_told(
     """`accelerate launch --cpu --num_processes 2` without MPI starts one, and leaves these."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    tasks.tell_one_process()
+    tell_one_process("eval tasks")
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    tasks.tell_one_process()
+    tell_one_process("eval tasks")
     assert "eval tasks: accelerate started one process, not several" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
-    tasks.tell_one_process()
+    tell_one_process("eval tasks")
     assert capsys.readouterr().err == ""
 
 
@@ -557,7 +558,7 @@ def test_what_is_declared_is_there() -> None:
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == path.stem
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'hf_kvquant = "{KVQuantLM.__module__}:{KVQuantLM.__name__}"' in project
-    assert "evaluation/**/*.yaml" in project and "evaluation/**/*.jinja" in project
+    assert 'hf_kvquant_evals = ["py.typed", "**/*.jinja", "**/*.yaml"]' in project
 
 
 def test_lm_eval_that_is_not_installed(

@@ -826,7 +826,7 @@ def test_nothing_is_measured_in_vain(
 def test_commit_without_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A copy without `.git`, or with an older one, is told what it is a copy of."""
     monkeypatch.syspath_prepend(str(ROOT / "evals"))
-    provenance = importlib.import_module("hf_kvquant.evaluation.provenance")
+    provenance = importlib.import_module("hf_kvquant_evals.provenance")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.delenv(provenance.COMMIT_VARIABLE, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

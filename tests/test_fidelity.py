@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.evaluation.errors import is_out_of_memory
-from hf_kvquant.evaluation.measuring.fidelity import Chunks, compare, dealt, feed
+from hf_kvquant.common.errors import is_out_of_memory
 from hf_kvquant.storage.tally import causal_pairs
+from hf_kvquant_evals.measuring.fidelity import Chunks, compare, dealt, feed
 
 TOKENS = 41
 

@@ -24,9 +24,9 @@ import hf_kvquant
 from hf_kvquant import KVQuantCache, patch, patched
 from hf_kvquant.attention.observation import observations
 from hf_kvquant.cache.layers import KVQuantHybridLayer, KVQuantHybridRingLayer
-from hf_kvquant.evaluation.measuring.simulation import simulated_cache, why_not_simulated
 from hf_kvquant.transforms.balancing import balancing_factors
 from hf_kvquant.upstream.releases import cache_of, with_cache
+from hf_kvquant_evals.measuring.simulation import simulated_cache, why_not_simulated
 
 FAMILIES = ["falcon_h1", "zamba2"]
 

@@ -164,6 +164,26 @@ def test_nothing_is_imported_before_it_is_used_and_a_pickle_brings_what_it_needs
     run_script(script.replace("PATH", repr(str(tmp_path / "model"))))
 
 
+def test_nothing_here_needs_evaluations_or_what_they_need() -> None:
+    run_script(
+        """
+        import logging, sys
+        logging.disable()  # what torchao says of itself, if there is one
+        for name in ("hf_kvquant_evals", "lm_eval", "matplotlib", "jinja2"):
+            sys.modules[name] = None
+
+        import importlib, pkgutil, warnings
+        import torch, transformers
+        warnings.simplefilter("default")  # those of other packages
+        import hf_kvquant
+        # The server needs fastapi and more, and its chat templates jinja2, which comes with torch.
+        for found in pkgutil.walk_packages(hf_kvquant.__path__, "hf_kvquant."):
+            if not found.name.startswith(("hf_kvquant.serving", "hf_kvquant._C", "hf_kvquant.__main__")):
+                importlib.import_module(found.name)
+        """
+    )
+
+
 def test_without_the_extension_the_reference_serves_and_says_so_once() -> None:
     log = run_script(
         """

@@ -28,14 +28,14 @@ from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditiona
 import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.attention.latent import largest_absorbed
-from hf_kvquant.evaluation.perplexity.gate import Gate
-from hf_kvquant.evaluation.perplexity.measure import sizes_of
 from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.presets import latent_formats, preset_formats
 from hf_kvquant.report import _served_over_latents
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.storage.tally import _log_fallback
 from hf_kvquant.upstream.releases import cache_of, with_cache
+from hf_kvquant_evals.perplexity.gate import Gate
+from hf_kvquant_evals.perplexity.measure import sizes_of
 
 SERVED = [name for name in PRESETS if name not in ("none", "k8v4", "k4v2", "int2")]
 # The first layer has no experts, whose choice would turn a rounding into another token, and the second is unquantised.

@@ -10,22 +10,16 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantCache, KVQuantConfig
-from hf_kvquant.evaluation.errors import NothingRead, Refused
-from hf_kvquant.evaluation.measuring.fidelity import Chunks, Stream, compare, route
-from hf_kvquant.evaluation.measuring.pairs import (
-    PairCounter,
-    Pairs,
-    check_pairs,
-    count_pairs,
-    expected_pairs,
-    pairs_of,
-)
-from hf_kvquant.evaluation.perplexity import gate
+from hf_kvquant.common.errors import Refused
 from hf_kvquant.models.layers import num_readers
 from hf_kvquant.patching import patched
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.tally import causal_pairs
 from hf_kvquant.upstream.releases import with_cache
+from hf_kvquant_evals.errors import NothingRead
+from hf_kvquant_evals.measuring.fidelity import Chunks, Stream, compare, route
+from hf_kvquant_evals.measuring.pairs import PairCounter, Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
+from hf_kvquant_evals.perplexity import gate
 
 TOKENS = 23
 SHARING = ["gemma3n_text", "gemma4_text"]

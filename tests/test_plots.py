@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvquant.evaluation.report import page, plots
+from hf_kvquant_evals.report import page, plots
 
 if importlib.util.find_spec("matplotlib") is None:
     pytest.skip("matplotlib is optional", allow_module_level=True)

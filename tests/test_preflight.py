@@ -26,9 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, PreflightError, cli, run_preflight
-from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
-from hf_kvquant.evaluation.measuring.fidelity import compare
-from hf_kvquant.evaluation.preparation import load
+from hf_kvquant.cli.loading import load
 from hf_kvquant.models import probing
 from hf_kvquant.models.probing import hooked
 from hf_kvquant.preflight import check as preflight
@@ -37,6 +35,8 @@ from hf_kvquant.preflight.signals import read_signals
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.state import patch_of
 from hf_kvquant.upstream.releases import cache_of
+from hf_kvquant_evals.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant_evals.measuring.fidelity import compare
 
 UNTRANSFORMED: dict[str, Any] = {"preset": "int4-token", "transforms": []}
 ROTATED: dict[str, Any] = {"preset": "int4-token", "transforms": ["rotate"]}

@@ -47,7 +47,6 @@ from hf_kvquant import (
     unsmooth,
 )
 from hf_kvquant.calibration.smoothing_file import FILE_NAME
-from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.graphs import capture
 from hf_kvquant.models import probing
 from hf_kvquant.models.hashes import plain_tensors, weights_hash
@@ -57,6 +56,7 @@ from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.transforms.centering import bias_centers
 from hf_kvquant.transforms.of_model import transforms_of
 from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
+from hf_kvquant_evals.injection import inject_key_outliers
 
 # The libraries warn about their own use of PyTorch.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,7 @@ from drawn import described
 
 import hf_kvquant
 from hf_kvquant import PRESETS
-from hf_kvquant.evaluation.tasks.data import AVERAGED
+from hf_kvquant_evals.tasks.data import AVERAGED
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -18,17 +18,17 @@ from transformers import DynamicCache, PreTrainedModel
 pytest.importorskip("lm_eval")
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation.errors import UsageError
-from hf_kvquant.evaluation.measuring.fidelity import UNQUANTIZED
-from hf_kvquant.evaluation.preparation import Subject
-from hf_kvquant.evaluation.recipes import measure, tasks
-from hf_kvquant.evaluation.recipes.cache import plain_cache, recipe_cache
-from hf_kvquant.evaluation.recipes.catalogue import RECIPES
-from hf_kvquant.evaluation.recipes.interface import Recipe, Storage
-from hf_kvquant.evaluation.recipes.lm_eval_model import RecipesLM
-from hf_kvquant.evaluation.recipes.measure import fitting
-from hf_kvquant.evaluation.recipes.sample import layers_of_model
+from hf_kvquant.common.errors import UsageError
 from hf_kvquant.models.probing import forward
+from hf_kvquant.presets import UNQUANTIZED
+from hf_kvquant_evals.preparation import Subject
+from hf_kvquant_evals.recipes import measure, tasks
+from hf_kvquant_evals.recipes.cache import plain_cache, recipe_cache
+from hf_kvquant_evals.recipes.catalogue import RECIPES
+from hf_kvquant_evals.recipes.interface import Recipe, Storage
+from hf_kvquant_evals.recipes.lm_eval_model import RecipesLM
+from hf_kvquant_evals.recipes.measure import fitting
+from hf_kvquant_evals.recipes.sample import layers_of_model
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]

@@ -23,10 +23,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from hf_kvquant import KVQuantConfig, cli, ops
-from hf_kvquant.evaluation.long_context.prompts import Writer
-from hf_kvquant.evaluation.measuring.simulation import simulated
-from hf_kvquant.evaluation.perplexity.segments import Segments
-from hf_kvquant.evaluation.recipes import (
+from hf_kvquant.models.probing import chunks_of, forward
+from hf_kvquant.preflight.divergence import divergence
+from hf_kvquant.spec.reference import rotate
+from hf_kvquant.transforms.of_model import key_transforms
+from hf_kvquant_evals.long_context.prompts import Writer
+from hf_kvquant_evals.measuring.simulation import simulated
+from hf_kvquant_evals.perplexity.segments import Segments
+from hf_kvquant_evals.recipes import (
     arithmetic,
     drift,
     engines,
@@ -42,15 +46,11 @@ from hf_kvquant.evaluation.recipes import (
     turboquant,
     uniform,
 )
-from hf_kvquant.evaluation.recipes.cache import GrowingLayer, TextLayer, recipe_cache, text_cache
-from hf_kvquant.evaluation.recipes.catalogue import RECIPES
-from hf_kvquant.evaluation.recipes.interface import Layer, Rope, Sample, Storage
-from hf_kvquant.evaluation.recipes.measure import fitting, prompts_of
-from hf_kvquant.evaluation.recipes.sample import collected, layers_of_model, rope_of
-from hf_kvquant.models.probing import chunks_of, forward
-from hf_kvquant.preflight.divergence import divergence
-from hf_kvquant.spec.reference import rotate
-from hf_kvquant.transforms.of_model import key_transforms
+from hf_kvquant_evals.recipes.cache import GrowingLayer, TextLayer, recipe_cache, text_cache
+from hf_kvquant_evals.recipes.catalogue import RECIPES
+from hf_kvquant_evals.recipes.interface import Layer, Rope, Sample, Storage
+from hf_kvquant_evals.recipes.measure import fitting, prompts_of
+from hf_kvquant_evals.recipes.sample import collected, layers_of_model, rope_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "evals" / "reference_model"

@@ -8,13 +8,13 @@ import torch
 from models import greedy
 
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.evaluation.measuring.fidelity import Chunks, Stream, compare, route
-from hf_kvquant.evaluation.measuring.pairs import expected_pairs, pairs_of
-from hf_kvquant.evaluation.measuring.simulation import simulated, simulated_cache
 from hf_kvquant.patching import patched, why_dense
 from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.storage.tally import causal_pairs
 from hf_kvquant.upstream.releases import cache_of, with_cache
+from hf_kvquant_evals.measuring.fidelity import Chunks, Stream, compare, route
+from hf_kvquant_evals.measuring.pairs import expected_pairs, pairs_of
+from hf_kvquant_evals.measuring.simulation import simulated, simulated_cache
 
 TOKENS = 41
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]

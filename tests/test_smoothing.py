@@ -32,10 +32,10 @@ from hf_kvquant.calibration.folding import exact_exponents, scale_keys
 from hf_kvquant.calibration.layout import LayerLayout, find_layouts, tie
 from hf_kvquant.calibration.search import KeyStatistics, collect
 from hf_kvquant.calibration.text import read_windows
-from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
-from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.models.probing import forward
 from hf_kvquant.state import keep
+from hf_kvquant_evals.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant_evals.measuring.fidelity import compare
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FACTOR = 8.0

@@ -47,12 +47,12 @@ from hf_kvquant import KVQuantCache, patched, report
 from hf_kvquant.attention.registry import attention_mask
 from hf_kvquant.cache.handle import KVHandle, KVLength
 from hf_kvquant.cache.saved_layer import _most_held
-from hf_kvquant.evaluation.measuring.pairs import PairCounter, count_pairs, pairs_of
 from hf_kvquant.storage import rewind
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.pool import BufferPool
 from hf_kvquant.storage.rows import Ring
 from hf_kvquant.upstream.releases import cache_of, with_cache
+from hf_kvquant_evals.measuring.pairs import PairCounter, count_pairs, pairs_of
 
 MAX_CACHE_LEN = 1100
 # Past the end of every ring, with chunks that a ring is too short for behind others.

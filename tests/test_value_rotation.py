@@ -24,9 +24,9 @@ from hf_kvquant import rotate_values, unrotate_values
 from hf_kvquant.attention.observation import NAME
 from hf_kvquant.calibration import value_rotation
 from hf_kvquant.calibration.layout import find_value_layouts
-from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.spec import reference
 from hf_kvquant.upstream.releases import with_cache
+from hf_kvquant_evals.measuring.fidelity import compare
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IDS = torch.randint(3, models.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(3))

@@ -109,5 +109,5 @@ def test_zero_shot_scores(tmp_path: Path, recipes: ModuleType) -> None:
 
 
 def _cut(ids: torch.Tensor) -> object:
-    segments = importlib.import_module("hf_kvquant.evaluation.perplexity.segments")
+    segments = importlib.import_module("hf_kvquant_evals.perplexity.segments")
     return segments.Segments(ids[None, :200], [0], 200)

@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 stage=$1 model=$2 texts=$3 work=$4 results=$5
 python=${PYTHON:-python3}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$PWD:$PWD/evals${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false PYTORCH_ALLOC_CONF=expandable_segments:True
 mkdir -p "$work" "$results"
 

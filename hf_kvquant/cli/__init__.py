@@ -2,7 +2,7 @@
 
 What parses and checks options imports neither torch nor transformers, so that `--help` and the line about a mistake do
 not wait for them. `arguments.py` has options and checks that commands share, `loading.py` what needs a model,
-`threads.py` how many threads compute.
+`threads.py` how many threads compute. `eval` is in the package `hf_kvquant_evals` (`evals/` of the repository).
 
 A mistake in the arguments ends with one line on stderr and exit code 2; a refused preset, or a measurement that fails
 its own checks, with exit code 1; an interruption with 130. A bug ends with a traceback.
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from ..common import interrupts
+from ..common.errors import Interrupted, Refused, UsageError, named
 from ..common.version import __version__
-from ..evaluation.errors import Interrupted, Refused, UsageError, named
 from . import messages, threads
 from .arguments import Parser, check_counts
 from .parsers import COMMANDS

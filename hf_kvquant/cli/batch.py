@@ -20,18 +20,16 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..batching.grammars import Grammars
 from ..batching.sampling import SETTINGS
 from ..calibration.smoothing_file import FILE_NAME
+from ..common.errors import Interrupted, Refused, UsageError, is_out_of_memory
+from ..common.naming import model_name, sha256
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
 from ..config import KVQuantConfig
-from ..evaluation.errors import Interrupted, Refused, UsageError, is_out_of_memory
-from ..evaluation.preparation import load_calibration
-from ..evaluation.provenance import model_name, sha256
-from ..evaluation.tasks.measure import tell_one_process, this_process_device
 from ..jobs.answers import Answer, answered, end_tokens, made, start
 from ..jobs.forms import answer_line, error_line
 from ..jobs.lines import SAMPLING, Job, check_sampling, read_jobs
 from ..jobs.output import Done, Output, Writer
-from ..jobs.processes import Processes, joined
+from ..jobs.processes import Processes, joined, tell_one_process, this_process_device
 from ..jobs.prompts import Limits, Request, Requests
 from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
@@ -39,6 +37,7 @@ from ..models.text_config import context_of, text_config_of
 from ..patching import patched
 from ..serving import fields
 from . import arguments, loading
+from .loading import load_calibration
 
 # Bad lines that are told on stderr. All of them are in the output.
 MOST_TOLD = 20

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from ..common.errors import Refused, UsageError
 from ..common.progress import show_progress
 from ..common.tables import table_of
-from ..evaluation.errors import Refused, UsageError
-from ..evaluation.preparation import read_text
 from ..serving import load
 from .arguments import given
+from .loading import read_text
 
 PROMPT_TOKENS = 256
 TRIAL_WORDS = 16

@@ -11,15 +11,15 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.errors import UsageError
 from ..common.tables import or_dash, print_table
 from ..config import WINDOWS
-from ..evaluation.choices import UNQUANTIZED
-from ..evaluation.errors import UsageError
-from ..evaluation.measuring.generation import Summary, run_presets
-from ..evaluation.preparation import load_calibration, read_text
 from ..models.text_config import context_of
+from ..presets import UNQUANTIZED
 from ..storage.offloading import HOMES
 from . import arguments, loading
+from .continuation import Summary, run_presets
+from .loading import load_calibration, read_text
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,22 +1,24 @@
-"""What commands share once they have something to load: the device, the model, the configs that fit it, the text."""
+"""What commands share once they have something to load: the device, the model, its calibration, configs, texts."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..calibration.smoothing import load_smoothing
+from ..calibration.smoothing_file import FILE_NAME
+from ..common.errors import UsageError, is_out_of_memory
+from ..common.progress import without_bars
 from ..config import KVQuantConfig
-from ..evaluation.errors import UsageError
-from ..evaluation.perplexity.segments import read_source
-from ..evaluation.preparation import Subject, load
 from ..patching import patched
 from . import messages
-from .arguments import given
 
 
 def checked_device(name: str | None) -> torch.device:
@@ -36,9 +38,16 @@ def checked_device(name: str | None) -> torch.device:
     return device
 
 
-def source_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`read_source` with the options of `add_source`."""
-    return read_source(**given(args, "text", "rows", "dataset", "split", "field"))
+def read_text(option: str, name: str, remedy: str = "Name another file.") -> str:
+    """The content of the text file that an option names. If it holds only white space, the user should do `remedy`."""
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"`{option}` must be a text file, got {name}: {reason}.") from error
+    if not text.strip():
+        raise UsageError(f"`{option}` {name} must hold text, got nothing but white space. {remedy}")
+    return text
 
 
 def fitting_configs(
@@ -67,6 +76,53 @@ def fitting_configs(
     return fitting
 
 
+def load(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer from a folder or the hub."""
+    check_folder(name)
+    source = source_of(name)
+    with loading(name, device):
+        with without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return model.to(device).eval(), tokenizer
+
+
+def check_folder(name: str) -> None:
+    """Refuse a name that looks like a folder and is none with a model."""
+    path = Path(name).expanduser()
+    # A hub id has at most one slash, and what precedes it is no local folder.
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.exists())
+    if looks_local and not (path / "config.json").is_file():
+        found = "a folder without config.json" if path.is_dir() else "no such folder"
+        raise UsageError(f"`MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}.")
+
+
+@contextlib.contextmanager
+def loading(name: str, device: torch.device) -> Iterator[None]:
+    """Say in one line why the model in a `with` block cannot be loaded."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            "`MODEL` must be a folder with a causal language model and its tokenizer, or a hub id, got "
+            f"{name}: {reason}"
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"`MODEL` must fit into the memory of {device}, got {name}, which does not. Use --dtype bfloat16, another "
+            "--device or a smaller model."
+        ) from error
+
+
+def source_of(name: str) -> str:
+    """What to pass to `from_pretrained`: the path, if there is such a folder, else the name as a hub id."""
+    path = Path(name).expanduser()
+    return str(path) if path.exists() else name
+
+
 def load_placed(
     args: argparse.Namespace, *, default_device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -76,11 +132,13 @@ def load_placed(
     return model, tokenizer
 
 
-def load_subject(
-    args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], *, default_device: str | None = None
-) -> Subject:
-    """Load the model that an evaluation measures, with the configs that fit it. The evaluation prepares it."""
-    model, tokenizer = load_placed(args, default_device=default_device)
-    fitting = fitting_configs(model, args, configs)
-    options = given(args, "inject_outliers", "inject_bias", "calibrate", "calibrate_for")
-    return Subject(args.model, model, tokenizer, fitting, **options)
+def load_calibration(model: PreTrainedModel, name: str) -> None:
+    """Give a model the centres and factors that `calibrate` saved in its folder, if there are any."""
+    path = Path(name).expanduser() / FILE_NAME
+    if not path.is_file():
+        return
+    try:
+        load_smoothing(model, path)
+    except (NotImplementedError, ValueError) as error:
+        # Results are correct without it, but less accurate.
+        print(f"hf-kvquant: warning: {path} is ignored. {error}", file=sys.stderr)

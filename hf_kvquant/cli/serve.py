@@ -16,12 +16,11 @@ from transformers import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
 from ..batching.support import check_version
+from ..common.errors import UsageError, is_out_of_memory
 from ..common.progress import without_bars
 from ..config import KVQuantConfig
-from ..evaluation.errors import UsageError, is_out_of_memory
-from ..evaluation.preparation import check_folder, load_calibration, loading, read_text
 from . import arguments, messages
-from .loading import checked_device
+from .loading import check_folder, checked_device, load_calibration, loading, read_text
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "accelerate", "psutil")
 

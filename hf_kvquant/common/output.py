@@ -1,7 +1,7 @@
 """Writes result files: tests a path before work begins, then writes a file completely or not at all.
 
-The callers word the error for a path that cannot be written (`cli/arguments.py`, `evaluation/records.py`,
-`cache/file.py`).
+The callers word the error for a path that cannot be written (`cli/arguments.py`, `cache/file.py`, and the
+records of evaluations).
 """
 
 from __future__ import annotations

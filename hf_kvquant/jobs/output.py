@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from ..common.errors import UsageError
 from ..common.output import written
-from ..evaluation.errors import UsageError
 
 _REMEDY = "Name another file, or remove this one"
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -53,3 +54,21 @@ def joined() -> Iterator[Processes]:
         yield Processes(dist.get_rank(), count)
     finally:
         dist.destroy_process_group()
+
+
+def this_process_device() -> str | None:
+    """The GPU of this process under `accelerate launch`; `None` for a single process or without GPUs."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}"
+    return None
+
+
+def tell_one_process(where: str) -> None:
+    """Say on stderr that `accelerate launch` was to start several processes on CPUs but, without MPI, started one."""
+    is_launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if is_launched and "WORLD_SIZE" not in os.environ:
+        print(
+            f"{where}: accelerate started one process, not several: on CPUs it needs MPI for that. Results are the "
+            "same. To spread the work, start it with torchrun --nproc_per_node N -m hf_kvquant.",
+            file=sys.stderr,
+        )

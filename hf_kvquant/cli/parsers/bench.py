@@ -8,7 +8,7 @@ import math
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...evaluation.errors import UsageError
+from ...common.errors import UsageError
 from .. import arguments
 
 MAX_CONCURRENCY = 1000  # connections that the client opens

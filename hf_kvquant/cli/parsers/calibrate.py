@@ -6,8 +6,8 @@ import argparse
 from typing import Any, get_args
 
 from ...calibration.choices import CALIBRATED_PRESET, FILE_NAME, Mode
+from ...common.errors import UsageError
 from ...config import PRESETS
-from ...evaluation.errors import UsageError
 from ..arguments import Run, add_command, add_placement, checked_preset, option
 
 # Options that say how to calibrate, and their defaults.

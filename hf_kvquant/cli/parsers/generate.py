@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...evaluation.choices import UNQUANTIZED
+from ...presets import UNQUANTIZED
 from .. import arguments
 
 

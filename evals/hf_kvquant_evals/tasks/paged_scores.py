@@ -1,0 +1,202 @@
+"""Scores rows over pages of codes. The tokens of a batch lie one after the other, so that nothing is padded.
+
+Rows see what they see in `KVQuantLM._decode`: the context without its last token attends to itself, and all later
+tokens read codes. Rows with the same context share its full pages, and have a copy of the one that is not full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_kvquant import ops
+from hf_kvquant.batching.batch import Request, groups_of
+from hf_kvquant.config import KVQuantConfig
+from hf_kvquant.models.layers import layers_of
+from hf_kvquant.models.text_config import text_config_of
+from hf_kvquant.storage.tally import causal_pairs
+
+from .batches import Row, Score
+from .pages import PAGE_SIZE, Pages
+
+# Tokens of a row in a forward after its first chunk, and tokens of a forward for each row of `--batch-size`: as without
+# pages, the most that see each other as codes.
+CHUNK_SIZE = ops.MAX_DRAFTED
+# Pages for each row of `--batch-size`: room for short rows, of which a forward has many.
+PAGES_PER_ROW = 32
+
+
+@dataclasses.dataclass
+class Place:
+    """A row in the pages.
+
+    Attributes:
+        pages: Of the row, in order, as in a page table: `[pages]` int32.
+        later: The tokens that come after its first chunk.
+        first: Tokens of the first chunk.
+    """
+
+    pages: Tensor
+    later: tuple[int, ...]
+    first: int
+
+
+class Scorer:
+    """Scores rows of a patched model. Until `close`, the model serves nothing else.
+
+    Args:
+        model: Patched with `config`.
+        config: Of its cache.
+        batch_size: Rows of 128 tokens that a forward may have.
+        max_length: Tokens of the longest row.
+
+    Raises:
+        ImportError, NotImplementedError, ValueError: Pages do not serve the model or the config.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: KVQuantConfig, batch_size: int, max_length: int) -> None:
+        self._model: Any = model
+        self._budget = batch_size * CHUNK_SIZE
+        self._num_pages = 2 * (_pages(max_length + 1) + 1) + PAGES_PER_ROW * batch_size
+        options = {"num_blocks": self._num_pages, "max_batch_tokens": self._budget}
+        # Nothing is captured, since the manager does not run.
+        self._pages = Pages(model, config, GenerationConfig(), use_cuda_graph=False, **options)
+        allocator = self._pages.cache.allocator
+        self._num_tails, self._row_of = allocator.num_tails, allocator.row_of
+        self._device = model.device
+        types, kwargs = layers_of(text_config_of(model))
+        self._windows = [
+            kwargs[index].get("sliding_window") or 0 if types[index] == "sliding_attention" else 0
+            for index in self._pages.quantized
+        ]
+
+    def close(self) -> None:
+        """Give the memory back, and the model its attention."""
+        self._pages.close()
+
+    def batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
+        """The rows of each batch: longest contexts first, rows of the same context together."""
+        batch: list[Row] = []
+        tokens, pages, last = [0, 0], 0, None
+        for row in sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed)):
+            is_new = row.context != last
+            added = row.first_chunk if is_new else 0, min(CHUNK_SIZE, len(row.fed) + 1)
+            needed = self._num_tails + _pages(len(row.context) + len(row.fed)) + is_new * (1 + self._num_tails)
+            sums = [before + more for before, more in zip(tokens, added, strict=True)]
+            if batch and (max(sums) > self._budget or pages + needed > self._num_pages):
+                yield batch
+                batch, pages, sums = [], 0, [row.first_chunk, added[1]]
+                needed = _pages(len(row.context) + len(row.fed)) + 1 + 2 * self._num_tails
+            batch.append(row)
+            tokens, pages, last = sums, pages + needed, row.context
+        if batch:
+            yield batch
+
+    def score(self, rows: Sequence[Row]) -> tuple[list[Score], int, int]:
+        """The scores of a batch, the pairs that were read from codes, and those that had to be."""
+        firsts = list(dict.fromkeys(row.context[: row.first_chunk] for row in rows))
+        places, held = self._place(rows, firsts)
+        begun = self._first(firsts, held)
+        log_probs: list[list[Tensor]] = [[] for _ in rows]
+        hits: list[list[Tensor]] = [[] for _ in rows]
+        lasts: dict[int, Tensor] = {}
+
+        def take(index: int, column: int, scored: Tensor) -> None:
+            """Keep what consecutive columns of a row predict, `[columns, vocab_size]`; column 0 predicts `fed[0]`."""
+            fed = rows[index].fed[column : column + len(scored)]
+            target = torch.tensor(fed, dtype=torch.int64, device=scored.device)
+            log_probs[index].append(scored[: len(fed)].gather(1, target.unsqueeze(1)).squeeze(1))
+            hits[index].append(scored[: len(fed)].argmax(-1) == target)
+            if len(scored) > len(fed):
+                lasts[index] = scored[len(fed)].clone()
+
+        for index, row in enumerate(rows):
+            if len(row.context) == 1:
+                take(index, 0, begun[row.context])
+        self._later(rows, places, take)
+        read, expected = self._pages.take_pairs(), sum(map(self._expected, rows))
+        scores = [
+            Score(torch.cat(log_probs[index]).cpu(), bool(torch.cat(hits[index]).all()), lasts[index].cpu())
+            for index in range(len(rows))
+        ]
+        return scores, read, expected
+
+    def _expected(self, row: Row) -> int:
+        total = len(row.context) + len(row.fed)
+        return sum(causal_pairs(total, row.first_chunk, window) for window in self._windows)
+
+    def _place(
+        self, rows: Sequence[Row], firsts: Sequence[tuple[int, ...]]
+    ) -> tuple[list[Place], dict[tuple[int, ...], list[int]]]:
+        """The pages of every row and of every first chunk. What is to be copied is copied by `_first`."""
+        numbers = itertools.count()
+        held = {first: [next(numbers) for _ in range(self._num_tails + _pages(len(first)))] for first in firsts}
+        places = []
+        self._moves: dict[int, int] = {}
+        for row in rows:
+            first = row.context[: row.first_chunk]
+            tails, pages = held[first][: self._num_tails], held[first][self._num_tails :]
+            shared = pages[: len(first) // PAGE_SIZE]
+            own_tails = [next(numbers) for _ in tails]
+            own = [next(numbers) for _ in range(_pages(len(row.context) + len(row.fed)) - len(shared))]
+            self._moves.update(zip(own_tails, tails, strict=True))
+            if own and len(pages) > len(shared):
+                self._moves[own[0]] = pages[-1]
+            all_pages = self._row_of([*own_tails, *shared, *own])
+            places.append(Place(all_pages, (row.context + row.fed)[len(first) :], len(first)))
+        return places, held
+
+    def _first(
+        self, firsts: Sequence[tuple[int, ...]], held: dict[tuple[int, ...], list[int]]
+    ) -> dict[tuple[int, ...], Tensor]:
+        """Fill pages with first chunks. Returns log-probabilities behind those of one token, `[1, vocab_size]`."""
+        ends = list(itertools.accumulate(map(len, firsts)))
+        singles = [first for first in firsts if len(first) == 1]
+        keep = [end - 1 for first, end in zip(firsts, ends, strict=True) if len(first) == 1] or [0]
+        requests = [Request(0, len(first), self._row_of(held[first])) for first in firsts]
+        scored = self._forward(requests, firsts, torch.tensor(keep, device=self._device))
+        self._pages.copy(self._moves)
+        return {first: scored[index : index + 1] for index, first in enumerate(singles)}
+
+    def _later(self, rows: Sequence[Row], places: Sequence[Place], take: Callable[[int, int, Tensor], None]) -> None:
+        """Feed what comes after the first chunks."""
+        for begin in range(0, max(len(place.later) for place in places), CHUNK_SIZE):
+            active = [index for index, place in enumerate(places) if len(place.later) > begin]
+            pieces = [places[index].later[begin : begin + CHUNK_SIZE] for index in active]
+            requests = [
+                Request(places[index].first + begin, len(piece), places[index].pages)
+                for index, piece in zip(active, pieces, strict=True)
+            ]
+            scored = self._forward(requests, pieces, None).split([len(piece) for piece in pieces])
+            for index, piece in zip(active, scored, strict=True):
+                take(index, begin + (len(rows[index].context) == 1), piece)
+
+    def _forward(self, requests: list[Request], pieces: Sequence[tuple[int, ...]], keep: Tensor | None) -> Tensor:
+        """Log-probabilities behind tokens of a forward, `[tokens, vocab_size]` float32; behind some with `keep`."""
+        cache = self._pages.cache
+        cache.groups = [cache.planned(group) for group in groups_of(requests, self._device)]
+        ids = torch.tensor([list(itertools.chain.from_iterable(pieces))], device=self._device)
+        positions = [range(request.past, request.past + request.q_len) for request in requests]
+        options: dict[str, Any] = {}
+        if keep is not None and self._model._supports_logits_to_keep():
+            options["logits_to_keep"] = keep
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=torch.tensor([list(itertools.chain.from_iterable(positions))], device=self._device),
+            use_cache=False,
+            cache=cache,
+            **options,
+        ).logits[0]
+        if keep is not None and not options:
+            logits = logits[keep]
+        return logits.float().log_softmax(-1)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
