@@ -123,7 +123,8 @@ def patch(
         _route_attention(part, previous)
         _install(part, dataclasses.replace(made, previous_attention=previous, unrounded=()))
     formats = (config, *config.layers.values())
-    if any(each.key.is_quantized and each.key.bits <= FEW_BITS for each in formats):
+    most_bits = 8 if keeps_latents(text_config_of(model)) else FEW_BITS
+    if any(each.key.is_quantized and each.key.bits <= most_bits for each in formats):
         _preflight("hint").tell(model, config)
     return model
 

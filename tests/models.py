@@ -41,6 +41,7 @@ from hf_kvquant.attention.registry import attention
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.cache.support import formats_of
 from hf_kvquant.config import LayerFormats
+from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.models.layers import layers_of
 from hf_kvquant.ops import MAX_DRAFTED
 from hf_kvquant.spec import reference
@@ -469,6 +470,20 @@ def check_masks_agree(query: Tensor, handles: tuple[Any, Any], bounds: Tensor, d
 def on(device: str, model: Any) -> Any:
     """The model itself on the CPU, a copy elsewhere: others use it too."""
     return model if device == "cpu" else copy.deepcopy(model).to(device)
+
+
+def stretch(model: Any, layer: int | None = None) -> Any:
+    """Make channels of latents (MLA) up to 64 times as large, and what reads them as small. No logit changes."""
+    factors = None
+    for module in latent_attentions(model):
+        if layer in (None, module.layer_idx):
+            norm, projection = module.kv_a_layernorm, module.kv_b_proj
+            factors = torch.exp2(torch.arange(norm.weight.numel()) % 7.0)
+            with torch.no_grad():
+                norm.weight.mul_(factors.to(norm.weight))
+                projection.weight.div_(factors.to(projection.weight))
+    assert factors is not None
+    return model
 
 
 def left_padded(batch: int = 3, tokens: int = 9, pads: tuple[int, ...] = (3, 0, 5)) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from accelerate import cpu_offload
+from models import stretch
 from test_preflight import biased, build, text, with_gains, with_outliers
 from transformers import CsmConfig, CsmForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
@@ -69,6 +70,27 @@ def test_learned_sinks_are_said(caplog: pytest.LogCaptureFixture) -> None:
     family = models.FAMILIES["gpt_oss"]
     [line] = said(caplog, models.build(family.model_type, **family.options), "int4-token")
     assert "learned attention sinks, next to which errors of keys count more)" in line
+
+
+@pytest.mark.parametrize("config", ["int8", "int4"])
+def test_uneven_latents_are_said_once(config: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.build("deepseek_v3", **models.FAMILIES["deepseek_v3"].options)
+    assert said(caplog, model, config) == []
+    stretch(hf_kvquant.unpatch(model), layer=1)
+    [line] = said(caplog, model, config)
+    assert line.startswith(
+        "patch: `preset_or_config` may cost DeepseekV3ForCausalLM much quality (layer 1: latents with uneven channels, "
+        "by which rounding errors are up to "
+    )
+    assert line.endswith(
+        "the most in layer 1). hf_kvquant.smooth_attention(model, tokenizer, texts, preset_or_config) evens them out."
+    )
+    assert said(caplog, hf_kvquant.unpatch(model), config) == []
+
+
+def test_latents_whose_codes_are_floats_need_no_hint(caplog: pytest.LogCaptureFixture) -> None:
+    model = stretch(models.build("deepseek_v3", **models.FAMILIES["deepseek_v3"].options), layer=1)
+    assert said(caplog, model, "fp8") == [] == said(caplog, hf_kvquant.unpatch(model), "none")
 
 
 @pytest.mark.parametrize("config", ["int8", "fp8", "k8v4", "none"])

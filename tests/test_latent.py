@@ -409,8 +409,7 @@ def test_the_preflight_is_refused() -> None:
         hf_kvquant.run_preflight(model)
     assert str(raised.value) == (
         "run_preflight: `model` must keep keys and values per head, got DeepseekV3ForCausalLM, which keeps latents "
-        "(MLA). There is nothing to calibrate: caches rotate latents by themselves. `hf-kvquant eval` measures a "
-        "preset."
+        "(MLA). smooth_attention evens out their channels, and `hf-kvquant eval` measures a preset."
     )
 
 

@@ -12,8 +12,13 @@ from ..models.sharding import check_whole
 from ..models.text_config import check_is_model, text_config_of
 
 
-def check_decoder(model: PreTrainedModel, where: str) -> None:
+def check_decoder(model: PreTrainedModel, where: str, *, are_latents_served: bool = False) -> None:
     """Refuse a model that keeps no keys that could be quantised.
+
+    Args:
+        model: The model.
+        where: Begins the message.
+        are_latents_served: Whether layers may keep latents (MLA) instead.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.
@@ -27,10 +32,9 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
         )
     text_config = text_config_of(model)
     check_model(text_config, layers_of(text_config)[0], KVQuantConfig.from_preset("none"))
-    if keeps_latents(text_config):
+    if keeps_latents(text_config) and not are_latents_served:
         raise NotImplementedError(
             f"{where}: `model` must keep keys and values per head, got {type(model).__name__}, which keeps latents "
-            "(MLA). There is nothing to calibrate: caches rotate latents by themselves. `hf-kvquant eval` measures a "
-            "preset."
+            "(MLA). smooth_attention evens out their channels, and `hf-kvquant eval` measures a preset."
         )
     check_whole(model, where)

@@ -25,7 +25,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..attention.observation import Observation
+from ..models.latent import LATENT_NORM, keeps_latents, latent_attentions
 from ..models.probing import hooked, in_float32
+from ..models.text_config import text_config_of
 from . import origins
 from .checks import check_decoder
 from .origins import Output, Probe, Scalable, Source, differs_by_sample, one_for_one, random_samples, replaced
@@ -57,9 +59,26 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     Raises:
         TypeError, NotImplementedError: As `Probe`, or weights cannot be edited in place.
     """
-    check_decoder(model, where)
+    check_decoder(model, where, are_latents_served=True)
+    if keeps_latents(text_config_of(model)):
+        return latent_layouts(model), {}
     with in_float32(model):  # where which number comes out does not depend on rounding
         return _found_layouts(Probe(model, origins.SMOOTHING, where))
+
+
+def latent_layouts(model: PreTrainedModel) -> dict[int, LayerLayout]:
+    """By layer index, the parameters that make latents (MLA), and those that take them as queries take keys.
+
+    A latent comes from a norm, and goes through one projection to keys and values. RoPE does not touch it.
+    """
+    layouts: dict[int, LayerLayout] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for module in latent_attentions(model):
+        channels = torch.arange(module.kv_lora_rank)[None]
+        norm = Scalable(f"{names[module]}.{LATENT_NORM}", "gain", channels)
+        projection = Scalable(f"{names[module]}.kv_b_proj", "columns", channels)
+        layouts[module.layer_idx] = LayerLayout(names[module], norm, projection, channels, torch.zeros(channels.shape))
+    return layouts
 
 
 def _found_layouts(probe: Probe) -> tuple[dict[int, LayerLayout], dict[int, str]]:

@@ -128,7 +128,7 @@ def pick(errors: Sequence[float]) -> int:
     return best if errors[best] <= (1 - MIN_GAIN) * errors[0] else 0
 
 
-def _through_codes(key: Tensor, key_format: KVFormat, transform: KeyTransform, is_padding: Tensor) -> Tensor:
+def through_codes(key: Tensor, key_format: KVFormat, transform: KeyTransform, is_padding: Tensor) -> Tensor:
     """Keys as a cache gives them back: `[batch, num_kv_heads, tokens, head_dim]` float32, like `key`.
 
     Keys behind the last whole block of channel scales stay as they are.
@@ -166,7 +166,7 @@ class Search:
                 f"scale over so many, got windows of {longest}. Take longer ones."
             )
         self.tell(doing="statistics of keys and queries")
-        statistics = collect(self.model, self.windows, self.targets, self.tell)
+        statistics = self._statistics()
         bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
         if bad:
             raise ValueError(
@@ -177,6 +177,9 @@ class Search:
         layers = self._choose(statistics, choices)
         self.tell(doing="check of logits")
         return self._settle(layers, input_ids)
+
+    def _statistics(self) -> dict[int, KeyStatistics]:
+        return collect(self.model, self.windows, self.targets, self.tell)
 
     def _errors(
         self, transforms: Mapping[int, Sequence[KeyTransform]], advance: Callable[[int], Any] = lambda tokens: None
@@ -203,7 +206,7 @@ class Search:
             key = key * is_real[:, None, :, None]  # padding must not widen a scale that several tokens share
             for number in set(first[index]):
                 transform = transforms[index][number].to(key.device)
-                read = _through_codes(key, key_format, transform, ~is_real)
+                read = through_codes(key, key_format, transform, ~is_real)
                 out = observation.attend(query, read, value)[is_real]
                 errors[index][number] += float((out - exact).double().square().sum())
 

@@ -24,11 +24,13 @@ from ..common.errors import did_you_mean
 from ..common.progress import show_progress
 from ..config import KVQuantConfig
 from ..models.hashes import hash_of
-from ..models.text_config import check_is_model
+from ..models.latent import keeps_latents
+from ..models.text_config import check_is_model, text_config_of
 from ..state import ModelTransforms, keep, keep_folded, state_of
 from ..transforms.of_model import set_centers, set_smoothing, transforms_of
 from .choices import CALIBRATED_PRESET
 from .folding import Folding
+from .latent_search import LatentSearch
 from .layout import LayerLayout, find_layouts
 from .search import CANDIDATES, WHERE, Candidate, Search, checked_candidates
 from .smoothing_file import LayerSmoothing, SmoothingResult
@@ -135,7 +137,8 @@ def _calibrate(
     input_ids = check_ids(windows, model.dtype)
     num_steps = count_tokens(windows) + count_tokens(some(windows, ERROR_TOKENS))
     with show_progress(WHERE, num_steps, unit="token", is_shown=progress) as tell:
-        layers = Search(model, windows, targets, tell).run(choices, input_ids)
+        search = LatentSearch if keeps_latents(text_config_of(model)) else Search
+        layers = search(model, windows, targets, tell).run(choices, input_ids)
         parameters = _known_by(model, layouts, layers.values())
         original_hash = hash_of(model, parameters)
         folding = Folding(model, layouts)

@@ -10,19 +10,21 @@ import dataclasses
 import logging
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..attention.observation import not_observed, observations
-from ..cache.support import other_caches
+from ..cache.support import formats_of, other_caches
 from ..config import KVQuantConfig
+from ..models.latent import keeps_latents
 from ..models.probing import arbitrary_ids, in_float32, whole_cache
+from ..models.text_config import text_config_of
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import given_transforms
 from .checks import check_decoder
 from .choices import Mode as Mode
-from .layout import LayerLayout, find_layouts
+from .layout import LayerLayout, find_layouts, latent_layouts
 from .smoothing_file import Placement
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,10 @@ def find_targets(
     model: PreTrainedModel, config: KVQuantConfig, mode: Mode, *, has_centers: bool, has_factors: bool, where: str
 ) -> tuple[dict[int, Target], dict[int, str]]:
     """The layers to calibrate, and for each other layer the reason. Refuses a model without any."""
-    check_decoder(model, where)  # first: models that it refuses do not work with mode='online' either
+    # First: models that it refuses do not work with mode='online' either.
+    check_decoder(model, where, are_latents_served=True)
+    if keeps_latents(text_config_of(model)):
+        return _latent_targets(model, config, mode, has_factors, where)
     layouts: dict[int, LayerLayout] = {}
     unscalable: dict[int, str] = {}
     named = [config.transforms, *(formats.transforms for formats in config.layers.values())]
@@ -128,9 +133,41 @@ def find_targets(
     return targets, left_out
 
 
+def _latent_targets(
+    model: PreTrainedModel, config: KVQuantConfig, mode: Mode, has_factors: bool, where: str
+) -> tuple[dict[int, Target], dict[int, str]]:
+    """`find_targets` of a model that keeps latents (MLA). They have no centres: their norm subtracts none."""
+    if mode == "online":
+        raise NotImplementedError(
+            f"{where}: `mode` must be 'auto' or 'fold' for {type(model).__name__}, got 'online': it keeps latents "
+            "(MLA), whose factors caches do not apply."
+        )
+    formats, keys = formats_of(text_config_of(model), config), find_keys(model, where=where)[0]
+    left_out, targets = other_caches(model), dict[int, Target]()
+    for index, layout in latent_layouts(model).items():
+        projection = model.get_submodule(layout.query.name)
+        if index not in formats or not formats[index].is_quantized:
+            left_out[index] = "its latents are not quantised"
+        elif type(projection) is not nn.Linear or projection.bias is not None:
+            left_out[index] = f"its kv_b_proj is {type(projection).__name__} and no plain linear layer without a bias"
+        elif has_factors:
+            before = KeyTransform(is_rotated="rotate" in formats[index].transforms)
+            targets[index] = Target(keys[index], formats[index].key, before, False, True, layout)
+    if not targets:
+        reason = next(iter(left_out.values()), "factors=False leaves nothing to calibrate")
+        raise NotImplementedError(
+            f"{where}: `model` must have a layer whose latents can be calibrated, got {type(model).__name__} with none "
+            f"({reason}). Leave it as it is."
+        )
+    return targets, dict(sorted(left_out.items()))
+
+
 def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKeys], dict[int, str]]:
     """The layers whose keys a cache can transform, by index, and for each other layer the reason."""
-    check_decoder(model, where)
+    check_decoder(model, where, are_latents_served=True)
+    if keeps_latents(text_config_of(model)):
+        layouts = latent_layouts(model).items()
+        return {index: LayerKeys(each.name, 1, each.ties.shape[1]) for index, each in layouts}, other_caches(model)
     cache = whole_cache(model)
     with in_float32(model):
         seen = observations(model, arbitrary_ids(model, NUM_TOKENS), cache=cache)

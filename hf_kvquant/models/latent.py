@@ -18,6 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .text_config import count_of, head_dim_of
 
 EXPAND = "expand_kv"
+# The module that latents come from, a norm with a gain for each channel.
+LATENT_NORM = "kv_a_layernorm"
 _SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 
 

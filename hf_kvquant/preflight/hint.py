@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache.support import other_caches
+from ..cache.support import formats_of, other_caches
+from ..calibration.layout import latent_layouts
 from ..calibration.origins import FLOATS, Output, rule_of
 from ..calibration.smoothing import is_smoothed
 from ..calibration.smoothing_file import numbered
 from ..config import KVQuantConfig
+from ..models.latent import keeps_latents
 from ..models.text_config import count_of, head_dim_of, positions_of, text_config_of
 from ..presets import FEW_BITS
+from ..spec.codes import INTEGER_BITS
 from ..spec.key_transform import KeyTransform
 from ..state import notes_on
 from ..transforms.centering import NUM_POSITIONS
@@ -33,10 +36,13 @@ logger = logging.getLogger(__name__)
 
 # Columns of a projection that row norms are taken of. Of 4,096 columns, 512 give norms that are 3 % off.
 MOST_COLUMNS = 512
+# How many times as large squared errors of latents may be as with even channels: half a bit of each number. Training by
+# itself left 1.05 at most (the twin of evals/reference_model that keeps latents).
+UNEVEN = 2.0
 
 
 def tell(model: PreTrainedModel, config: KVQuantConfig) -> None:
-    """Log one line if a model's weights speak against the formats of a config that have 4 bits or fewer.
+    """Log one line if a model's weights speak against the formats of a config: latents, and keys of 4 bits or fewer.
 
     Nothing is logged a second time for a model, nor for models that are calibrated or whose config a pre-flight of this
     process has measured. Weights that are quantised or not in memory are left out.
@@ -44,6 +50,9 @@ def tell(model: PreTrainedModel, config: KVQuantConfig) -> None:
     transforms = transforms_of(model)
     is_calibrated = is_smoothed(model) or transforms.centers is not None or bool(transforms.smoothing)
     if notes_on(model).has_hint or is_calibrated or measured(model, config) is not None:
+        return
+    if keeps_latents(text_config_of(model)):
+        _tell_of_latents(model, config)
         return
     findings = list(_findings(model, config))
     if not findings:
@@ -64,6 +73,34 @@ def tell(model: PreTrainedModel, config: KVQuantConfig) -> None:
         min(config.formats(finding.layer_idx or 0).key.bits for finding in findings),
         "; ".join(causes),
     )
+
+
+def _tell_of_latents(model: PreTrainedModel, config: KVQuantConfig) -> None:
+    """Log one line if the channels of latents (MLA) are uneven, and rounding errors are larger for it."""
+    formats, grown = formats_of(text_config_of(model), config), dict[int, float]()
+    for index, layout in latent_layouts(model).items():
+        sides = layout.key, layout.query
+        norm, projection = modules = [cast(Any, model.get_submodule(side.name)) for side in sides]
+        is_integer = index in formats and formats[index].key.storage in INTEGER_BITS
+        if not is_integer or type(projection) is not nn.Linear or not all(map(_is_readable, modules)):
+            continue
+        size = norm.weight.detach().float().abs()
+        column = projection.weight.detach().float().norm(dim=0)
+        # Squared error of codes that are rotated, over that with the factors of `calibration/latent_search.py`.
+        grown[index] = float(size.square().sum() * column.square().sum() / (size * column).sum().square())
+    uneven = [index for index, growth in grown.items() if growth > UNEVEN]
+    if uneven:
+        notes_on(model).has_hint = True
+        worst = max(uneven, key=grown.__getitem__)
+        logger.warning(
+            "patch: `preset_or_config` may cost %s much quality (%s: latents with uneven channels, by which rounding "
+            "errors are up to %.0f times as large, the most in layer %d). "
+            "hf_kvquant.smooth_attention(model, tokenizer, texts, preset_or_config) evens them out.",
+            type(model).__name__,
+            numbered(uneven),
+            grown[worst] ** 0.5,
+            worst,
+        )
 
 
 def _findings(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[Finding]:
