@@ -873,8 +873,8 @@ MUTATIONS = [
             "lengths",
         ),
         (
-            "_LOST if behind == _ONE_STEP_BEHIND else behind",
-            "behind",
+            "late: Count = _LOST",
+            "late: Count = _ONE_STEP_BEHIND",
             "a layer left out of two compiled steps has a wrong length",
             "lengths",
         ),

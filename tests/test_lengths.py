@@ -190,6 +190,24 @@ def test_compiled_steps_find_the_book_as_they_leave_it() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+def test_an_eager_step_of_a_single_layer_behind_a_compiled_one() -> None:
+    group = group_of(1, 4)
+    step_of((0,))(group, torch.zeros(1))
+    group.advance(0, 2)
+    check(group, [7])
+
+
+def test_a_layer_that_meets_the_others_by_other_tokens_moves_no_one_else() -> None:
+    group = group_of(3, 4)
+    group.place(2, 3)
+    group.place(0, 4)
+    group.advance(0, 1)
+    check(group, [5, 4, 3])
+    group.advance(2, 2)
+    check(group, [5, 4, 5])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 def test_layers_that_are_never_called_do_not_matter_to_compiled_steps() -> None:
     group, step = group_of(4, 0), step_of((0, 1))
     group.advance(0, 5), group.advance(1, 5)

@@ -98,7 +98,10 @@ class LengthGroup:
         Raises:
             RuntimeError: The length is lost.
         """
-        count = self.count(member)
+        behind = self._behind[member]
+        count = self._value if behind is None else behind
+        if not isinstance(count, int) or count < 0:  # else without a call, since every layer asks in every step
+            count = self.count(member)
         return count if isinstance(count, int) else max(count)
 
     def count(self, member: int) -> Count:
@@ -154,9 +157,10 @@ class LengthGroup:
                 "lengths: a compiled step must find all layers of a cache at one length, got a layer that was left out "
                 "of earlier steps. Reset the cache, or run this step eagerly."
             )
+        elif isinstance(behind, int) and behind >= 0 and behind + tokens == self._value:
+            self._behind[member] = None  # as `place` would find, with fewer calls
         else:
             self.place(member, plus(self.count(member), tokens))
-            self._newest = tokens
 
     def check_level(self) -> None:
         """Refuse to capture a step while a member is not level with the tensor: the graph would contain its length.
@@ -203,16 +207,15 @@ class LengthGroup:
 
     def _leave_behind(self, member: int) -> None:
         """Record the lengths of all other members before the tensor changes."""
-        is_compiling = torch.compiler.is_compiling()
-        for other, behind in enumerate(self._behind):
-            if other == member:
-                continue
-            if is_compiling and behind is not None:
-                self._behind[other] = _LOST if behind == _ONE_STEP_BEHIND else behind
-            elif is_compiling:
-                self._behind[other] = _ONE_STEP_BEHIND
-            elif behind is None or behind == _ONE_STEP_BEHIND:
-                self._behind[other] = self.count(other)
+        level: Count = _ONE_STEP_BEHIND
+        late: Count = _LOST
+        if not torch.compiler.is_compiling():
+            level = self._known()
+            late = plus(level, -self._newest)
+        self._behind = [
+            level if behind is None else late if behind == _ONE_STEP_BEHIND else behind for behind in self._behind
+        ]
+        self._behind[member] = None
 
     def _known(self) -> Count:
         """The tensor's value on the host. Waits for the device after a compiled step."""
