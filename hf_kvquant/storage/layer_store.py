@@ -245,19 +245,23 @@ class LayerStore:
         elif not fits(self, key, value):
             refuse(self, key, value)
         q_len = key.shape[2]
-        self.check_room(q_len)
+        if self.is_static:
+            self.check_room(q_len)
         if self.length_group is None:
             allocate_for(self, key, value)
         if q_len == 0:
             return
-        is_first = self.is_empty
+        is_first, group = self.is_empty, self.length_group
+        assert group is not None
         if self.is_offloaded:
             self.residency.arrive(self)  # so that the next layer is fetched while this one computes
         if self.writer.pending is not None:
             self.flush()
-        if not self.is_static and (self.window or self.length + q_len > self.capacity):
-            resize(self, self.rows.needed(self.length + q_len, self.capacity, is_empty=is_first))
-        self._counted().advance(self._member, q_len)
+        if not self.is_static:
+            needed = group.length(self._member) + q_len
+            if self.window or needed > self.capacity:
+                resize(self, self.rows.needed(needed, self.capacity, is_empty=is_first))
+        group.advance(self._member, q_len)
         if is_first:
             if any(kv_format.granularity == "tensor" for kv_format in self.layout.formats):
                 freeze_scales(self.planes, self.layout, self.key_transform, (key, value))
@@ -327,14 +331,16 @@ class LayerStore:
         else:
             assert self.length_group is not None
             lengths = self.length_group.tensor_of(self._member)  # without the two calls of the property
-            options["is_chunk"] = query.shape[2] > self.largest_step(options.get("sliding_window", 0))
+            q_len = query.shape[2]
+            options["is_chunk"] = q_len > 1 and q_len > self.largest_step(options.get("sliding_window", 0))
             if is_uneven:
                 plans = self.length_group.plans_of(self._member)
                 options["split_plan"] = step_plan(self, plans, query, starts, options)
             result = self.writer.attend(query, lengths, starts, softmax_scale=softmax_scale, **options)
             if not torch.compiler.is_compiling():
                 self.starts = starts  # decides which first tokens are dense
-        note_read(self, query.shape[2], options.get("sliding_window", 0))
+        if self.tally.pairs_read is not None:
+            note_read(self, query.shape[2], options.get("sliding_window", 0))
         return result
 
     def serves_latent(self, dtype: torch.dtype) -> bool:
