@@ -464,7 +464,7 @@ def test_a_copy_writes_pending_tokens_first() -> None:
     cache, expected = make("int4-token", "growing"), ReferenceCache(CONFIG, "int4-token")
     chunks = chunks_of(4, 2)
     give(cache, chunks), give(expected, chunks)
-    assert cache.storages[0].writer.pending is not None
+    assert cache.storages[0].pending is not None
     check_same_tokens(copy.deepcopy(cache), expected, "copy")
 
 

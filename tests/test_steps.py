@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -193,7 +194,8 @@ def test_a_layer_that_runs_out_of_memory(place: str, monkeypatch: pytest.MonkeyP
         if place == "layer":
             monkeypatch.setattr(storage, "extend", run_out)
         else:
-            monkeypatch.setattr(storage, "capacity", storage.length)
+            full = dataclasses.replace(storage.buffers, capacity=storage.length)
+            monkeypatch.setattr(storage.residency, "buffers", full)
             monkeypatch.setattr(storage.rows, "needed", run_out)
         with pytest.raises(torch.OutOfMemoryError):
             forward(model, cache, *CUTS[LAST : LAST + 2])

@@ -328,7 +328,7 @@ class KVQuantCache(QuantizedCache):
         for group in self._length_groups():
             group.forget_capture(length)
         for storage in self.storages:
-            storage.writer.pending = None
+            storage.pending = None
         self._steps.forget()
 
     def _length_groups(self) -> set[LengthGroup]:

@@ -253,7 +253,7 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStore]) -> tuple[int,
     is_counted_alike = len(counts) == 1 and all(
         storage.is_allocated and bool((storage.lengths == storage.length).all()) for storage in storages.values()
     )
-    if not is_counted_alike or any(storage.writer.pending is not None for storage in storages.values()):
+    if not is_counted_alike or any(storage.pending is not None for storage in storages.values()):
         raise ValueError(
             f"{where}: `cache` must be at rest, got one in a step, whose tokens only some layers have. "
             "Save it between calls of the model, or reset it after a failed call."

@@ -16,7 +16,7 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..config import LayerFormats
-from ..storage import buffers, rewind
+from ..storage import rewind
 from ..storage.layer_store import LayerStore
 from ..storage.offloading import Offloader
 from ..storage.pool import BufferPool
@@ -110,7 +110,7 @@ class KVQuantLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for tokens like these; the tensors may hold no tokens."""
-        buffers.allocate_for(self.storage, *_in_one_dtype(key_states, value_states))
+        self.storage.allocate_for(*_in_one_dtype(key_states, value_states))
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -203,27 +203,27 @@ class KVQuantLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch for beam search."""
-        buffers.select(self.storage, beam_idx)
+        self.storage.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch."""
-        buffers.select(self.storage, indices)
+        self.storage.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in the batch."""
-        buffers.repeat(self.storage, repeats)
+        self.storage.repeat(repeats)
 
     def offload(self) -> None:
         """Move the codes to CPU memory."""
         if self.storage.is_allocated:
             if self.storage.device.type != "cpu":
                 self.home = self.storage.device
-            buffers.move(self.storage, "cpu")
+            self.storage.move("cpu")
 
     def prefetch(self) -> None:
         """Move the codes back to the layer's device."""
         if self.home is not None:
-            buffers.move(self.storage, self.home)
+            self.storage.move(self.home)
 
 
 def _refuse_assignment(name: str, given: object) -> NoReturn:

@@ -274,5 +274,33 @@ class Lengths:
         return {**self.__dict__, "_pool": None}
 
 
+class Membership:
+    """The part that one storage takes in the lengths of its cache.
+
+    Args:
+        lengths: Of the cache.
+
+    Attributes:
+        group: That it is in; `None` while it has no buffers.
+        member: Its number there.
+    """
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self.group: LengthGroup | None = None
+        self.member = 0
+
+    def join(self, length: Count, batch: int, device: torch.device) -> None:
+        """Leave the present group and join the one for a batch size and device. See `Lengths.join`."""
+        self.leave()
+        self.group, self.member = self._lengths.join(length, batch, device)
+
+    def leave(self) -> None:
+        """Leave the present group, if there is one."""
+        if self.group is not None:
+            self.group.leave(self.member)
+        self.group = None
+
+
 def _new_tensor(batch: int, device: torch.device) -> Tensor:
     return torch.empty((batch,), dtype=torch.int32, device=device)
