@@ -449,8 +449,8 @@ MUTATIONS = [
         ),
         ("        torch.cuda.set_stream(outside)\n", "", "a capture that fails keeps its stream", "capture"),
         (
-            "for storage in cache.storages), cache.notes.is_uneven",
-            "for storage in cache.storages)",
+            "        cache.notes.is_uneven,\n",
+            "",
             "a graph without a plan serves padded batches",
             "dealing",
         ),
@@ -1294,8 +1294,8 @@ MUTATIONS = [
             "capture",
         ),
         (
-            "0 if is_kept and any(storage.layout.has_tail",
-            "0 if False and any(storage.has_tail",
+            "0 if is_kept and (has_tails or has_states)",
+            "0 if is_kept and has_states",
             "steps behind the stop turn dense tokens into codes",
             "capture",
         ),
