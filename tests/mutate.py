@@ -75,14 +75,14 @@ MUTATIONS = [
         ("if needed > self.max_cache_len:", "if needed >= self.max_cache_len:", "a cache is full too early", "storage"),
         ("self.is_empty = length == 0", "self.is_empty = False", "a crop to nothing leaves a first chunk", "storage"),
         (
-            "        if self.writer.pending is not None:\n            self.flush()\n",
+            "        if self.pending is not None:\n            self.flush()\n",
             "",
             "pending tokens are lost",
             "storage cache",
         ),
         (
-            "        self.flush()\n        self.residency.leave(self)",
-            "        self.residency.leave(self)",
+            "        self.flush()\n        self.residency.leave()",
+            "        self.residency.leave()",
             "a copy lacks pending tokens",
             "storage cache",
         ),
@@ -92,9 +92,6 @@ MUTATIONS = [
             "the first tokens of a window stay dense for ever",
             "rings windows",
         ),
-    ),
-    *of(
-        "hf_kvquant/storage/buffers.py",
         (
             "if index.dtype == torch.bool:",
             "if False:",
@@ -109,10 +106,10 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/storage/writer.py",
+        "hf_kvquant/storage/buffers.py",
         (
-            "            if transform is not None:\n                x = reference",
-            "            if False:\n                x = reference",
+            "                if transform is not None:\n                    x = reference",
+            "                if False:\n                    x = reference",
             "frozen scales are those of keys before their transform",
             "storage",
         ),
@@ -452,8 +449,8 @@ MUTATIONS = [
         ),
         ("        torch.cuda.set_stream(outside)\n", "", "a capture that fails keeps its stream", "capture"),
         (
-            "for storage in cache.storages), cache.notes.is_uneven",
-            "for storage in cache.storages)",
+            "        cache.notes.is_uneven,\n",
+            "",
             "a graph without a plan serves padded batches",
             "dealing",
         ),
@@ -858,8 +855,8 @@ MUTATIONS = [
     *of(
         "hf_kvquant/storage/residency.py",
         (
-            "store.key_transform = transform.clone(store.device)",
-            "store.key_transform = transform.to(store.device)",
+            "else key_transform.clone(device)",
+            "else key_transform.to(device)",
             "the next cache's transform is written into a model's tensors",
             "pool",
         ),
@@ -873,8 +870,8 @@ MUTATIONS = [
             "lengths",
         ),
         (
-            "_LOST if behind == _ONE_STEP_BEHIND else behind",
-            "behind",
+            "late: Count = _LOST",
+            "late: Count = _ONE_STEP_BEHIND",
             "a layer left out of two compiled steps has a wrong length",
             "lengths",
         ),
@@ -1297,8 +1294,8 @@ MUTATIONS = [
             "capture",
         ),
         (
-            "0 if is_kept and any(storage.layout.has_tail",
-            "0 if False and any(storage.has_tail",
+            "0 if is_kept and (has_tails or has_states)",
+            "0 if is_kept and has_states",
             "steps behind the stop turn dense tokens into codes",
             "capture",
         ),

@@ -27,7 +27,7 @@ from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.spec.planes import Planes
-from hf_kvquant.storage import buffers, rewind
+from hf_kvquant.storage import rewind
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.upstream.releases import with_cache
 
@@ -458,7 +458,7 @@ def test_padding_does_not_widen_scales() -> None:
         assert (storage.dequantize()[0] - key).abs()[1, :, 40:].max() < 0.4
         assert storage.planes[0].scale is not None
         assert storage.planes[0].scale.max() < 1.0
-    buffers.select(noted, torch.tensor([1, 0, 1]))
+    noted.select(torch.tensor([1, 0, 1]))
     assert noted.starts is not None and noted.starts.tolist() == [40, 0, 40]
     noted.reset()
     assert noted.starts is None

@@ -262,7 +262,7 @@ def test_caches_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refuses(ValueError, "must be at rest, got one in a step", ahead, path, model)
     full = copy.deepcopy(cache)
     for storage in full.storages:
-        storage.max_cache_len = 11
+        storage.rows.max_cache_len = 11
     refuses(ValueError, "must have had room for all tokens, got 12 tokens with room for 11", full, path, model)
     with monkeypatch.context() as context:
         context.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -860,7 +860,7 @@ def test_a_step_that_waits_for_the_device(model: Any) -> None:
             output_logits=False,
         )
     # The prompt and the first step, which ran as it was.
-    assert [(storage.length, storage.writer.pending) for storage in cache.storages] == [(10, None)] * 2
+    assert [(storage.length, storage.pending) for storage in cache.storages] == [(10, None)] * 2
     if model.device.type == "cuda":
         assert [int(storage.lengths.max()) for storage in cache.storages] == [10, 10]
         assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -26,7 +26,7 @@ from hf_kvquant.cache.handle import MaskNotes
 from hf_kvquant.config import PRESETS
 from hf_kvquant.graphs import capture
 from hf_kvquant.ops import planning
-from hf_kvquant.storage import buffers, dealing, offloading, rewind
+from hf_kvquant.storage import dealing, offloading, rewind
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.lengths import Lengths
 from hf_kvquant.upstream.releases import cache_of, with_cache
@@ -253,7 +253,7 @@ class Step:
 
 def selected(step: Step, index: list[int]) -> None:
     for store in step.stores:
-        buffers.select(store, torch.tensor(index, device=step.device))
+        store.select(torch.tensor(index, device=step.device))
     step.starts = step.starts[torch.tensor(index, device=step.device)]
 
 
@@ -354,10 +354,10 @@ def test_heads_have_their_own_plans(device: str) -> None:
         group = step.stores[0].length_group
         assert group is not None and list(group.plans_of(0)) == [HEADS]
         plans = group.plans_of(0)
-        store, query, options = step.stores[0], step.drawn(1), {}
-        assert dealing.step_plan(store, plans, query, step.starts, options) is plans[HEADS]
-        store.shape = BATCH, 4, DIM, DIM
-        assert dealing.step_plan(store, plans, query, step.starts, options) is plans[4] is not plans[HEADS]
+        store, query = step.stores[0], step.drawn(1)
+        operands, lengths = store.residency.operands, store.lengths
+        assert dealing.step_plan(operands, HEADS, lengths, plans, query, step.starts, {}) is plans[HEADS]
+        assert dealing.step_plan(operands, 4, lengths, plans, query, step.starts, {}) is plans[4] is not plans[HEADS]
     assert watch.made == 2
 
 
@@ -429,7 +429,7 @@ def test_steps_are_the_same_with_plans(preset: str, is_static: bool, windows: di
     for own, other in zip(dealt.stores, plain.stores, strict=True):
         for x, y in zip(own.planes, other.planes, strict=True):
             compare.assert_same_planes(x, y, preset)
-        assert own.writer.counters is not None and not own.writer.counters.any()
+        assert own.buffers.counters is not None and not own.buffers.counters.any()
 
 
 @CUDA_ONLY

@@ -48,7 +48,7 @@ def dense_of(handle: KVHandle) -> Tensor:
 
 def is_untouched(handle: KVHandle) -> bool:
     storage = handle.step.storage
-    return not storage.tally.fallbacks and storage.writer.pending is not None
+    return not storage.tally.fallbacks and storage.pending is not None
 
 
 # --- what needs no look inside ----------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_a_fallback_is_said_once_in_the_log(caplog: pytest.LogCaptureFixture) ->
         "itself (is the model patched?). Correct, slower."
     ]
     with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
-        tally_module.note_fallback(key.step.storage, "another reason")
+        key.step.storage.note_fallback("another reason")
     assert caplog.records[-1].getMessage() == "attention runs on dequantised tensors: another reason. Correct, slower."
 
 

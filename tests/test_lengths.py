@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvquant.config import KVQuantConfig
-from hf_kvquant.storage import buffers, rewind
+from hf_kvquant.storage import rewind
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.lengths import LengthGroup, Lengths
 
@@ -190,6 +190,24 @@ def test_compiled_steps_find_the_book_as_they_leave_it() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+def test_an_eager_step_of_a_single_layer_behind_a_compiled_one() -> None:
+    group = group_of(1, 4)
+    step_of((0,))(group, torch.zeros(1))
+    group.advance(0, 2)
+    check(group, [7])
+
+
+def test_a_layer_that_meets_the_others_by_other_tokens_moves_no_one_else() -> None:
+    group = group_of(3, 4)
+    group.place(2, 3)
+    group.place(0, 4)
+    group.advance(0, 1)
+    check(group, [5, 4, 3])
+    group.advance(2, 2)
+    check(group, [5, 4, 5])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 def test_layers_that_are_never_called_do_not_matter_to_compiled_steps() -> None:
     group, step = group_of(4, 0), step_of((0, 1))
     group.advance(0, 5), group.advance(1, 5)
@@ -270,8 +288,8 @@ def test_storages_of_a_cache_share_one_tensor(max_cache_len: int | None) -> None
     for change in (
         lambda: None,
         lambda: [rewind.crop(storage, 2) for storage in storages],
-        lambda: [buffers.repeat(storage, 2) for storage in storages],
-        lambda: [buffers.select(storage, torch.tensor([2, 1])) for storage in storages],
+        lambda: [storage.repeat(2) for storage in storages],
+        lambda: [storage.select(torch.tensor([2, 1])) for storage in storages],
         lambda: [storage.reset() for storage in storages],
     ):
         change()
@@ -291,9 +309,9 @@ def test_the_book_does_not_grow(batch: int) -> None:
     for _ in range(4):
         for rows in (torch.arange(batch) % BATCH, torch.arange(BATCH)):
             for storage in storages:
-                buffers.select(storage, rows)
+                storage.select(rows)
             extend(storages, 1, len(rows))
-    groups = storages[0]._shared_lengths._groups.values()
+    groups = storages[0]._membership._lengths._groups.values()
     assert [len(group._behind) for group in groups] == [3] * len({batch, BATCH})
     assert [storage.length for storage in storages] == [13] * 3
 
@@ -306,7 +324,7 @@ def test_late_tokens_are_written_where_they_belong() -> None:
     for storage in storages:
         storage.extend(x, x)
     storages[0].extend(x, x)
-    assert storages[1].writer.pending is not None and storages[1].length == 5
+    assert storages[1].pending is not None and storages[1].length == 5
     expected = copy.deepcopy(storages[0])
     rewind.crop(expected, 1)
     expected_key, _ = expected.dequantize()

@@ -30,7 +30,7 @@ from hf_kvquant import KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.handle import KVHandle
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.planes import Planes
-from hf_kvquant.storage import buffers, offloading, rewind, saved
+from hf_kvquant.storage import offloading, rewind, saved
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.offloading import Offloaded, Offloader
 from hf_kvquant.upstream.releases import cache_of
@@ -191,7 +191,7 @@ def test_two_layers_are_there_at_a_time(name: str, device: str) -> None:
         if storage.residency.is_away:
             away = [
                 plane
-                for planes in storage.residency._planes
+                for planes in storage.buffers.planes
                 for plane in (planes.codes, planes.scale)
                 if plane is not None
             ]
@@ -237,7 +237,7 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (lambda: step(cache, 70), lambda: cache.batch_repeat_interleave(2)):
         change()
         step(cache, 1), step(cache, 1)
-        kinds = {storage.residency.kind(storage) for storage in cache.storages}
+        kinds = {storage.residency.kind() for storage in cache.storages}
         assert len(kinds) == 1 and set(offloader._free) <= kinds and sum(map(len, offloader._free.values())) <= 2
 
 
@@ -375,7 +375,7 @@ def new_tokens(q_len: int, device: str) -> tuple[Tensor, Tensor]:
 SECOND_SIDE: dict[str, tuple[int, Callable[[LayerStore, str], Any]]] = {  # tokens held before, what is done
     "first tokens": (0, lambda storage, device: storage.extend(*new_tokens(9, device))),
     "growing": (9, lambda storage, device: storage.extend(*new_tokens(130, device))),
-    "fewer sequences": (9, lambda storage, device: buffers.select(storage, torch.tensor([1]))),
+    "fewer sequences": (9, lambda storage, device: storage.select(torch.tensor([1]))),
 }
 
 
@@ -543,18 +543,18 @@ def test_copies_and_kernels_wait_for_each_other(name: str, slow: str, monkeypatc
     plain, away = both(CONFIGS[name])
     fetch, send = Offloaded.fetch, Offloaded.send
 
-    def slow_fetch(self: Offloaded, store: LayerStore) -> None:
+    def slow_fetch(self: Offloaded) -> None:
         if self.is_away and slow == "copies":
-            stream = self._offloader.stream(store.device)
+            stream = self._offloader.stream(self.device)
             assert stream is not None
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(SLOW)
-        fetch(self, store)
+        fetch(self)
 
-    def slow_send(self: Offloaded, store: LayerStore) -> None:
+    def slow_send(self: Offloaded) -> None:
         if slow == "attention":
             torch.cuda._sleep(SLOW)
-        send(self, store)
+        send(self)
 
     monkeypatch.setattr(Offloaded, "fetch", slow_fetch)
     monkeypatch.setattr(Offloaded, "send", slow_send)
@@ -579,7 +579,7 @@ def test_a_cache_may_die_while_a_layer_comes() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(SLOW)
     store = away.storages[2]
-    store.residency.fetch(store)
+    store.residency.fetch()
     del away, cache, store
     others = [torch.full((1 << 18,), 7, dtype=torch.uint8, device="cuda") for _ in range(64)]
     torch.cuda.synchronize()

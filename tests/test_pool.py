@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, disable, enable, patch, patched, unpatch
 from hf_kvquant.state import notes_on
-from hf_kvquant.storage import buffers, pool
+from hf_kvquant.storage import pool
 from hf_kvquant.storage.pool import BufferPool
 from hf_kvquant.storage.residency import BufferKind
 from hf_kvquant.transforms import of_model
@@ -50,7 +50,7 @@ def addresses(cache: KVQuantCache) -> list[int]:
     for storage in cache.storages:
         transform = storage.key_transform
         tensors += [*storage.step_tensors(), *(() if transform is None else transform.tensors())]
-        tensors += [] if storage.writer.counters is None else [storage.writer.counters]
+        tensors += [] if storage.buffers.counters is None else [storage.buffers.counters]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -165,7 +165,7 @@ CHANGES = {
     "select": lambda cache: cache.batch_select_indices(torch.tensor([0, 1])),
     "repeat": lambda cache: cache.batch_repeat_interleave(2),
     "release": lambda cache: [storage.release() for storage in cache.storages],
-    "move": lambda cache: [buffers.move(storage, "meta") for storage in cache.storages],
+    "move": lambda cache: [storage.move("meta") for storage in cache.storages],
 }
 
 

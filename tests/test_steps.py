@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -179,19 +180,23 @@ def test_several_forwards_end_early(kind: str, device: str) -> None:
             compare.assert_same(actual, logits, "a forward after them")
 
 
-@pytest.mark.parametrize("place", ["layer", "append"])
+@pytest.mark.parametrize("place", ["layer", "resize"])
 def test_a_layer_that_runs_out_of_memory(place: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Within `update`, before a layer has its tokens, or while it makes room for them."""
     expected = undisturbed("growing", "int8", device)
     with routed("growing", "int8", device) as (model, cache):
         whole(model, cache, *CUTS[: LAST + 1])
-        name = "extend" if place == "layer" else "check_room"
         storage = cache.storages[-1]
 
-        def run_out(*args: Any) -> None:
+        def run_out(*args: Any, **kwargs: Any) -> None:
             raise torch.OutOfMemoryError
 
-        monkeypatch.setattr(storage, name, run_out)
+        if place == "layer":
+            monkeypatch.setattr(storage, "extend", run_out)
+        else:
+            full = dataclasses.replace(storage.buffers, capacity=storage.length)
+            monkeypatch.setattr(storage.residency, "buffers", full)
+            monkeypatch.setattr(storage.rows, "needed", run_out)
         with pytest.raises(torch.OutOfMemoryError):
             forward(model, cache, *CUTS[LAST : LAST + 2])
         monkeypatch.undo()

@@ -8,7 +8,6 @@ with the model bitwise and its attention within the bound of tolerances.py.
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.spec.planes import Planes
-from hf_kvquant.storage import buffers, rewind, saved
+from hf_kvquant.storage import rewind, saved
 from hf_kvquant.storage.layer_store import LayerStore
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
@@ -224,7 +223,7 @@ def assert_attends(
 ) -> None:
     """Attention of new random queries agrees with the reference, within what the working dtype allows."""
     # A chunk's own tokens are attended to as they came.
-    pending, formats = storage.writer.pending, (storage.formats.key, storage.formats.value)
+    pending, formats = storage.pending, (storage.formats.key, storage.formats.value)
     is_chunk = pending is not None and q_len > ops.MAX_DRAFTED and not sliding_window
     num_own = q_len if is_chunk and any(each.is_quantized for each in formats) else 0
     key, value = model.stored(num_own)
@@ -313,16 +312,16 @@ class StorageMachine(RuleBasedStateMachine):
     def extend(self, count: int, scale: float) -> None:
         new = new_tokens(self.batch, count, self.dtype, self.device, scale)
         if self.storage.is_static and self.storage.length + count > MAX_CACHE_LEN:
-            before, pending = snapshot(self.storage), self.storage.writer.pending
+            before, pending = snapshot(self.storage), self.storage.pending
             with pytest.raises(ValueError, match="`max_cache_len` must be at least"):
                 self.storage.extend(*new)
-            assert self.storage.writer.pending is pending
+            assert self.storage.pending is pending
             for x, expected in zip(snapshot(self.storage), before, strict=True):
                 assert_same(x, expected.cpu(), "a full storage")
             return
         self.storage.extend(*new)
         self.model.extend(*new)
-        assert (self.storage.writer.pending is not None) == (count > 0 or self.storage.writer.pending is not None)
+        assert (self.storage.pending is not None) == (count > 0 or self.storage.pending is not None)
         if self.storage.is_static and not self.pinned:
             self.pinned = addresses(self.storage)
 
@@ -333,18 +332,18 @@ class StorageMachine(RuleBasedStateMachine):
         sliding_window=st.sampled_from([0, 0, 3]),
     )
     def attend(self, q_len: int, padding: int, sliding_window: int) -> None:
-        if self.storage.writer.pending is not None:
-            q_len = self.storage.writer.pending[0].shape[2]
+        if self.storage.pending is not None:
+            q_len = self.storage.pending[0].shape[2]
             if self.storage.formats.key.block_size is not None:
                 padding = 0  # it would enter the scales, which the model knows nothing of; see test_blocks.py
         starts = torch.arange(self.batch, dtype=torch.int32) * padding if padding else None
         assert_attends(self.storage, self.model, q_len, starts=starts, sliding_window=sliding_window)
-        assert self.storage.writer.pending is None
+        assert self.storage.pending is None
 
     @rule()
     def flush(self) -> None:
         self.storage.flush()
-        assert self.storage.writer.pending is None
+        assert self.storage.pending is None
 
     @precondition(lambda self: self.storage.is_allocated)
     @rule()
@@ -375,14 +374,14 @@ class StorageMachine(RuleBasedStateMachine):
         else:
             picks = st.lists(st.booleans(), min_size=self.batch, max_size=self.batch).filter(any)
             index = torch.tensor(data.draw(picks, "index"))
-        buffers.select(self.storage, index.to(data.draw(st.sampled_from(DEVICES), "index device")))
+        self.storage.select(index.to(data.draw(st.sampled_from(DEVICES), "index device")))
         self.model.select(index)
         self._batch_is(int(index.sum()) if index.dtype == torch.bool else index.numel())
 
     @precondition(lambda self: self.storage.is_allocated and self.batch <= MAX_BATCH // 2)
     @rule(repeats=st.integers(1, 2))
     def repeat(self, repeats: int) -> None:
-        buffers.repeat(self.storage, repeats)
+        self.storage.repeat(repeats)
         self.model.select(torch.arange(self.batch).repeat_interleave(repeats))
         self._batch_is(self.batch * repeats)
 
@@ -447,7 +446,7 @@ class StorageMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         self.device = data.draw(st.sampled_from(DEVICES), "device")
-        buffers.move(self.storage, self.device)
+        self.storage.move(self.device)
         if self.storage.is_allocated:
             self._batch_is(self.batch)
             self.pinned = addresses(self.storage) if self.storage.is_static else []
@@ -532,8 +531,8 @@ class WindowMachine(StorageMachine):
     @precondition(lambda self: self.model.length > 0)
     @rule(q_len=st.integers(1, 4), sliding_window=st.sampled_from([0, 0, 3, 90]))
     def attend(self, q_len: int, sliding_window: int) -> None:  # type: ignore[override]
-        if self.storage.writer.pending is not None:
-            q_len = self.storage.writer.pending[0].shape[2]
+        if self.storage.pending is not None:
+            q_len = self.storage.pending[0].shape[2]
         q_len = min(q_len, self.model.length)
         assert_attends(self.storage, self.model, q_len, starts=self.model.starts, sliding_window=sliding_window)
 
@@ -673,13 +672,13 @@ def test_query_offset() -> None:
 
 def test_no_tokens_allocate_and_change_nothing(device: str) -> None:
     storage, model = filled(INT8, [0], device=device)
-    assert storage.is_allocated and storage.is_empty and storage.writer.pending is None and storage.length == 0
+    assert storage.is_allocated and storage.is_empty and storage.pending is None and storage.length == 0
     assert [x.shape[2] for x in storage.dequantize()] == [0, 0]
     new = new_tokens(2, 3, device=device)
     storage.extend(*new)
     storage.extend(*new_tokens(2, 0, device=device))
     model.extend(*new)
-    assert storage.writer.pending is not None, "no tokens are no reason to write the pending ones"
+    assert storage.pending is not None, "no tokens are no reason to write the pending ones"
     assert_dense(storage, model)
 
 
@@ -687,9 +686,9 @@ def test_what_is_not_allocated_has_nothing_to_change() -> None:
     storage = LayerStore(INT8)
     storage.flush()
     rewind.crop(storage, 3)
-    buffers.select(storage, torch.tensor([1, 0]))
-    buffers.repeat(storage, 2)
-    buffers.move(storage, "cpu")
+    storage.select(torch.tensor([1, 0]))
+    storage.repeat(2)
+    storage.move("cpu")
     storage.reset()
     storage.release()
     assert not storage.is_allocated and storage.is_empty and storage.length == 0
@@ -780,10 +779,10 @@ def test_static_addresses_never_change(formats: LayerFormats, device: str) -> No
     assert storage.capacity == 128
     storage.extend(*new_tokens(3, 60, device=device))
     storage.attend(torch.randn(3, 4, 60, KEY_DIM).to(device), softmax_scale=0.1)
-    buffers.select(storage, torch.tensor([2, 0, 0]))
+    storage.select(torch.tensor([2, 0, 0]))
     rewind.crop(storage, 5)
-    buffers.repeat(storage, 1)
-    buffers.move(storage, device)
+    storage.repeat(1)
+    storage.move(device)
     storage.reset()
     storage.extend(*new_tokens(3, 100, device=device))
     storage.dequantize()
@@ -796,8 +795,8 @@ def test_static_buffers_are_marked_for_the_compiler() -> None:
     storage, _ = filled(INT4, [30], max_cache_len=100)
     for change in (
         lambda: None,
-        lambda: buffers.repeat(storage, 2),
-        lambda: buffers.select(storage, torch.tensor([0])),
+        lambda: storage.repeat(2),
+        lambda: storage.select(torch.tensor([0])),
     ):
         change()
         assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in storage.step_tensors())
@@ -809,14 +808,14 @@ def test_static_buffers_are_marked_for_the_compiler() -> None:
 @pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
 def test_a_full_static_storage_refuses_before_anything_changes(formats: LayerFormats, held: int, device: str) -> None:
     storage, model = filled(formats, [held] if held else [], max_cache_len=100, device=device)
-    before, pending = snapshot(storage), storage.writer.pending
+    before, pending = snapshot(storage), storage.pending
     with pytest.raises(ValueError) as caught:
         storage.extend(*new_tokens(2, 101 - held, device=device))
     assert str(caught.value) == (
         f"layer 3: `max_cache_len` must be at least 101 for these tokens, got 100 ({held} held, {101 - held} new). "
         "Build the cache with a larger max_cache_len, or reset it."
     )
-    assert storage.writer.pending is pending and storage.length == held and storage.is_allocated == (held > 0)
+    assert storage.pending is pending and storage.length == held and storage.is_allocated == (held > 0)
     for x, expected in zip(snapshot(storage), before, strict=True):
         assert_same(x, expected.cpu(), "a full storage")
     if held < 100:
@@ -872,7 +871,7 @@ def test_a_capture_that_fails_leaves_no_tokens_behind() -> None:
     storage.extend(*new_tokens(2, 1))
     storage.lengths.copy_(lengths)  # the device has not run what a capture records
     storage.length_group.forget_capture(9)
-    storage.writer.pending = None
+    storage.pending = None
     assert_dense(storage, model)
 
 
@@ -888,9 +887,9 @@ def test_addresses_tell_whether_a_captured_step_serves(kind: str, device: str) -
     assert storage.addresses() == before
     twin = copy.deepcopy(storage)
     assert not set(twin.addresses()) & set(before)
-    buffers.repeat(storage, 2)
+    storage.repeat(2)
     transform = 0 if storage.key_transform is None else len(storage.key_transform.tensors())
-    counters = storage.writer.counters is not None
+    counters = storage.buffers.counters is not None
     assert not set(storage.addresses()[: len(before) - transform - counters]) & set(before)
 
 
@@ -913,10 +912,10 @@ def test_only_dense_windows_make_a_crop_inexact(formats: LayerFormats, has_tail:
 
 def test_only_a_gpu_has_counters(device: str) -> None:
     storage, _ = filled(INT8, [7], device=device)
-    assert (storage.writer.counters is not None) == (device == "cuda")
+    assert (storage.buffers.counters is not None) == (device == "cuda")
     storage.attend(torch.randn(2, 4, 7, KEY_DIM).to(device), softmax_scale=0.1)
-    buffers.move(storage, "cpu")
-    assert storage.writer.counters is None
+    storage.move("cpu")
+    assert storage.buffers.counters is None
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "static"])
@@ -935,27 +934,27 @@ def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: 
 
     monkeypatch.setattr(ops.Operands, "decode", noting)
     storage, model = filled(INT8, [30], max_cache_len=max_cache_len, batch=3)
-    counters = storage.writer.counters
+    counters = storage.buffers.counters
     assert counters is not None and counters.dtype == torch.int32 and counters.shape == (ops.NUM_COUNTERS,)
     assert hasattr(counters, "_dynamo_static_input_type") == storage.is_static
     assert_attends(storage, model, 30)
-    buffers.select(storage, torch.tensor([2, 0, 0]))
-    buffers.select(storage, torch.tensor([1, 0]))
+    storage.select(torch.tensor([2, 0, 0]))
+    storage.select(torch.tensor([1, 0]))
     rewind.crop(storage, 5)
     storage.extend(*new_tokens(2, 60))
     storage.reset()
-    assert storage.writer.counters is counters and passed[0] is counters and not counters.any()
+    assert storage.buffers.counters is counters and passed[0] is counters and not counters.any()
     twin = copy.deepcopy(storage)
     assert (
-        twin.writer.counters is not None
-        and twin.writer.counters.data_ptr() != counters.data_ptr()
-        and not twin.writer.counters.any()
+        twin.buffers.counters is not None
+        and twin.buffers.counters.data_ptr() != counters.data_ptr()
+        and not twin.buffers.counters.any()
     )
-    assert hasattr(twin.writer.counters, "_dynamo_static_input_type") == storage.is_static
-    buffers.move(storage, "meta")
-    assert storage.writer.counters is not None and storage.writer.counters.device.type == "meta"
+    assert hasattr(twin.buffers.counters, "_dynamo_static_input_type") == storage.is_static
+    storage.move("meta")
+    assert storage.buffers.counters is not None and storage.buffers.counters.device.type == "meta"
     storage.release()
-    assert storage.writer.counters is None
+    assert not storage.is_allocated
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -1039,11 +1038,11 @@ MISFITS: dict[str, tuple[Tensor, Tensor, str]] = {
 def test_misfits_change_nothing(misfit: str, formats: LayerFormats, max_cache_len: int | None) -> None:
     storage, model = filled(formats, [5, 2], max_cache_len=max_cache_len)
     key, value, message = MISFITS[misfit]
-    before, pending = snapshot(storage), storage.writer.pending
+    before, pending = snapshot(storage), storage.pending
     with pytest.raises(ValueError) as caught:
         storage.extend(key, value)
     assert str(caught.value) == message
-    assert storage.writer.pending is pending and storage.length == 7
+    assert storage.pending is pending and storage.length == 7
     for x, expected in zip(snapshot(storage), before, strict=True):
         assert_same(x, expected, "after a refusal")
     assert_attends(storage, model, 2)
@@ -1106,7 +1105,7 @@ def test_what_cannot_be_served_allocates_nothing(
     key: Tensor, value: Tensor, error: type[Exception], message: str
 ) -> None:
     storage = LayerStore(INT8, name="layer 3")
-    for call in (storage.extend, functools.partial(buffers.allocate_for, storage)):
+    for call in (storage.extend, storage.allocate_for):
         with pytest.raises(error) as caught:
             call(key, value)
         assert str(caught.value) == message
@@ -1134,7 +1133,7 @@ def test_a_refused_query_does_not_lose_pending_tokens() -> None:
         with pytest.raises(REFUSED) as caught:
             storage.attend(query, softmax_scale=0.1)
         assert str(caught.value) == message
-        assert storage.writer.pending is not None
+        assert storage.pending is not None
     assert_attends(storage, model, 2)
     assert_dense(storage, model)
 
@@ -1191,7 +1190,7 @@ def test_a_transform_goes_where_the_keys_are(device: str) -> None:
     storage.extend(*new_tokens(1, 3, device=device))
     assert storage.key_transform is not None and storage.key_transform.center is not None
     assert storage.key_transform.center.device.type == device
-    buffers.move(storage, "cpu")
+    storage.move("cpu")
     assert storage.key_transform.center.device.type == "cpu" and storage.key_transform.is_rotated
 
 
@@ -1271,7 +1270,7 @@ def test_every_sequence_has_its_own_length(formats: LayerFormats, max_cache_len:
             torch.testing.assert_close(lse[b : b + 1], expected_lse)
             for side, own in zip(batch.dequantize(), storage.dequantize(), strict=True):
                 assert_same(side[b : b + 1, :, : storage.length], own[:, :, : storage.length], f"sequence {b}")
-    buffers.select(batch, torch.tensor([2, 0, 0]))
+    batch.select(torch.tensor([2, 0, 0]))
     assert batch.count() == tuple(alone[b].length for b in (2, 0, 0))
-    buffers.select(batch, torch.tensor([1]))
+    batch.select(torch.tensor([1]))
     assert batch.count() == alone[0].length and not batch.is_ragged

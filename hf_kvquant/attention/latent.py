@@ -27,7 +27,6 @@ from ..ops import Operands, largest_step
 from ..ops.chunks import causal_attention
 from ..spec import reference
 from ..storage.layer_store import LayerStore
-from ..storage.tally import note_read
 
 
 def patch(model: nn.Module, is_ours: Callable[[str | None], bool]) -> None:
@@ -114,7 +113,7 @@ def attend_latent(
     else:
         out = _attend_dequantized(absorbed, storage, make_mask(), scaling)
     if storage.is_quantized:
-        note_read(storage, q_len, 0)
+        storage.note_read(q_len, 0)
     return _project(module, out)
 
 

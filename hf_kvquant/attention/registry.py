@@ -39,6 +39,7 @@ _REFUSED = frozenset(("indices", "block_indices"))
 # Arguments about packed sequences or outputs, which change nothing where there is a cache.
 _HARMLESS = ("cu_seq_lens", "max_length", "output_", "return_", "num_items")
 _KNOWN = _IGNORED | _SERVED | _REFUSED
+_NEVER_REFUSED = _IGNORED | _SERVED
 
 
 # Decoders that join the mask of their tokens to that of the encoder's, so that it has to be a tensor.
@@ -134,12 +135,14 @@ def attention(
     Raises:
         NotImplementedError: Over a quantised cache, the call asks for attention weights or picks the keys itself.
     """
-    attend_densely = functools.partial(call_previous, prev, module, query, dropout=dropout, scaling=scaling, **kwargs)
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
             attention_mask = mask_over_changed(prev, query, key.shape[2], attention_mask)
-        return attend_densely(key, value, attention_mask)
-    check_request(module, kwargs)
+        return call_previous(
+            prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if not kwargs.keys() <= _NEVER_REFUSED:
+        check_request(module, kwargs)
     step, storage = key.step, key.step.storage
     if latent.keeps_latent(module):
         return _over_latents(prev, module, query, step, attention_mask, dropout, scaling, kwargs)
@@ -154,8 +157,9 @@ def attention(
         )
         return out, None
     _note_starts(storage, attention_mask)
-    dense_key, dense_value = step.dense(reason)
-    return attend_densely(dense_key, dense_value, _mask_over(prev, query, storage, attention_mask))
+    dense = step.dense(reason)
+    mask = _mask_over(prev, query, storage, attention_mask)
+    return call_previous(prev, module, query, *dense, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 def _over_latents(

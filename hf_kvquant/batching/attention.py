@@ -210,7 +210,7 @@ def paged_attention(
     num_tokens = query.shape[2]
     results = []
     for group in cache.groups:
-        own_query, own_key, own_value = (group.take(x) for x in (query, key, value))
+        own_query, own_key, own_value = group.take(query), group.take(key), group.take(value)
         page_table = cache.allocator.page_table_of(layer_idx, group.page_table)
         held: dict[str, Any] = {"lengths": group.lengths, "page_table": page_table}
         if group.has_past and keeps_latent:
@@ -219,7 +219,7 @@ def paged_attention(
         elif group.has_past:
             options = {"softmax_scale": scale, **options_of(prev, kwargs)}
             options |= {"counters": cache.counters, "split_plan": group.split_plan}
-            if group.q_len > ops.largest_step(operands.layout, options["sliding_window"]):
+            if group.q_len > 1 and group.q_len > ops.largest_step(operands.layout, options["sliding_window"]):
                 result, _ = operands.attend_chunk(own_query, (own_key, own_value), **held, **options)
                 operands.append(own_key, own_value, **held)
             else:

@@ -82,7 +82,9 @@ class PageAllocator(FullAttentionCacheAllocator):
         self.head_dim, self.num_key_value_heads = pages[0].head_dims[0], pages[0].num_kv_heads
         self.cache_dtype = pages[0].dtype
         self.operands: dict[int, ops.Operands] = {}
-        self.num_tails = int(any(page.has_tail for page in pages))
+        # Once: every layer asks in every step, and a format would count the rows of its tail each time.
+        self._layers_with_tail = frozenset(index for index, layer in layers.items() if layer.page.has_tail)
+        self.num_tails = int(bool(self._layers_with_tail))
         self.num_columns = reference.NUM_TAIL_COLUMNS * self.num_tails
         self._with_tail: set[str] = set()
         # Of the layers whose keys get their codes when their block has left the window: the longest window.
@@ -120,7 +122,7 @@ class PageAllocator(FullAttentionCacheAllocator):
 
     def page_table_of(self, layer_idx: int, page_table: Tensor) -> Tensor:
         """The part of a page table, `[requests, pages]`, that the ops of a layer take: without tails if it has none."""
-        return page_table if self._layers[layer_idx].page.has_tail else page_table[:, self.num_columns :]
+        return page_table if layer_idx in self._layers_with_tail else page_table[:, self.num_columns :]
 
     @contextlib.contextmanager
     def _tokens_alone(self, request_id: str) -> Iterator[list[int]]:

@@ -147,9 +147,17 @@ class KVQuantCache(QuantizedCache):
         if torch.compiler.is_compiling():
             result: tuple[Any, Any] = layer.update(key_states, value_states, *args, **kwargs)
             return result
-        self._steps.enter(layer_idx)
+        steps = self._steps
+        is_due = layer_idx in steps.due
+        if is_due:
+            steps.newest = layer_idx
+        else:
+            steps.enter(layer_idx)
         result = layer.update(key_states, value_states, *args, **kwargs)
-        self._steps.leave(layer_idx)
+        if is_due:
+            steps.due.discard(layer_idx)
+        else:
+            steps.leave(layer_idx)
         return result
 
     # The states that transformers keeps have no length. So `Steps` watches the methods by which models reach them; a
@@ -320,7 +328,7 @@ class KVQuantCache(QuantizedCache):
         for group in self._length_groups():
             group.forget_capture(length)
         for storage in self.storages:
-            storage.writer.pending = None
+            storage.pending = None
         self._steps.forget()
 
     def _length_groups(self) -> set[LengthGroup]:

@@ -23,13 +23,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..common.output import written
 from ..common.version import __version__
@@ -40,13 +40,11 @@ from ..models.text_config import text_config_of
 from ..spec.key_transform import KeyTransform
 from ..storage.layer_store import LayerStore
 from ..storage.offloading import check_home
+from .handle import MaskNotes
 from .identity import check_meant, check_model, identity, places_of
 from .layers import KVQuantLayer
 from .saved_layer import SavedLayer, described, flag, number, saved_layers
 from .support import STATELESS, quantized_layers
-
-if TYPE_CHECKING:
-    from .cache import KVQuantCache
 
 _KIND = FileKind(
     format="hf_kvquant-cache",
@@ -66,10 +64,32 @@ _STORED_AS = {
     torch.int32: "I32",
 }
 
-_Cache = TypeVar("_Cache", bound="KVQuantCache")
+
+class SavedCache(Protocol):
+    """What a file needs of a `KVQuantCache`, whose module imports this one."""
+
+    quant_config: KVQuantConfig
+    has_transforms: bool
+    notes: MaskNotes
+    layers: list[Any]
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        preset_or_config: KVQuantConfig,
+        *,
+        max_cache_len: int | None,
+        key_transforms: Mapping[int, KeyTransform] | None,
+    ) -> None: ...
+
+    @property
+    def storages(self) -> list[LayerStore]: ...
 
 
-def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrainedModel, *, overwrite: bool) -> None:
+_Cache = TypeVar("_Cache", bound=SavedCache)
+
+
+def save_cache(cache: SavedCache, path: str | os.PathLike[str], model: PreTrainedModel, *, overwrite: bool) -> None:
     """See `KVQuantCache.save`."""
     where = "KVQuantCache.save"
     target = _checked_target(where, path, overwrite)
@@ -209,7 +229,7 @@ def _damage(expected: str) -> Iterator[None]:
 # --- what can be saved ------------------------------------------------------------------------------------------------
 
 
-def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[int, LayerStore]:
+def _storages(where: str, cache: SavedCache, model: PreTrainedModel) -> dict[int, LayerStore]:
     """The storages of the quantised layers, by index.
 
     Raises:
@@ -253,7 +273,7 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStore]) -> tuple[int,
     is_counted_alike = len(counts) == 1 and all(
         storage.is_allocated and bool((storage.lengths == storage.length).all()) for storage in storages.values()
     )
-    if not is_counted_alike or any(storage.writer.pending is not None for storage in storages.values()):
+    if not is_counted_alike or any(storage.pending is not None for storage in storages.values()):
         raise ValueError(
             f"{where}: `cache` must be at rest, got one in a step, whose tokens only some layers have. "
             "Save it between calls of the model, or reset it after a failed call."

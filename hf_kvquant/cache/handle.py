@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..storage.layer_store import LayerStore
-from ..storage.tally import note_fallback
 
 LOOKED_INSIDE = "the model or its attention implementation looks at keys and values itself (is the model patched?)"
 
@@ -99,7 +98,7 @@ class KVStep:
         if self._dense is None:
             before = storage.tally.pairs_dequantized
             if storage.is_quantized:
-                note_fallback(storage, reason)
+                storage.note_fallback(reason)
             self._dense, self._pairs = storage.dense_step(), storage.tally.pairs_dequantized - before
         elif reason != LOOKED_INSIDE and not torch.compiler.is_compiling():
             # Another layer attends to the same tensors. A model that looks inside calls this for keys and for values,

@@ -16,7 +16,7 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..config import LayerFormats
-from ..storage import buffers, rewind
+from ..storage import rewind
 from ..storage.layer_store import LayerStore
 from ..storage.offloading import Offloader
 from ..storage.pool import BufferPool
@@ -43,6 +43,9 @@ class KVQuantLayer(CacheLayerMixin):
         self.storage = storage
         self.notes = notes
         self.home: torch.device | None = None  # the layer's device when it is not offloaded
+        # As in transformers' classes. Attributes, since masks ask every layer in every step.
+        self.is_sliding = storage.window > 0  # whether a window hides the oldest tokens
+        self.is_compileable = storage.is_static  # whether `generate` may compile the decode step
 
     def __repr__(self) -> str:
         transform, window = self.storage.key_transform, self.storage.window
@@ -52,16 +55,6 @@ class KVQuantLayer(CacheLayerMixin):
         if window > 0:
             described.append(f"window {window}")
         return f"{type(self).__name__}({', '.join(described)})"
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether a window hides the oldest tokens."""
-        return self.storage.window > 0
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `generate` may compile the decode step: static storages only."""
-        return self.storage.is_static
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -117,7 +110,7 @@ class KVQuantLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for tokens like these; the tensors may hold no tokens."""
-        buffers.allocate_for(self.storage, *_in_one_dtype(key_states, value_states))
+        self.storage.allocate_for(*_in_one_dtype(key_states, value_states))
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -140,7 +133,10 @@ class KVQuantLayer(CacheLayerMixin):
         is_first_chunk = storage.is_empty
         if not is_first_chunk and torch.is_grad_enabled():
             _check_no_gradients(storage.name, key_states, value_states)
-        storage.extend(*_in_one_dtype(key_states, value_states))
+        if key_states.dtype == value_states.dtype:
+            storage.extend(key_states, value_states)
+        else:
+            storage.extend(*_in_one_dtype(key_states, value_states))
         if is_first_chunk:
             # Later chunks get `starts` from attention. The mask may be on another device: that of the first layer.
             starts = self.notes.starts
@@ -207,27 +203,27 @@ class KVQuantLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch for beam search."""
-        buffers.select(self.storage, beam_idx)
+        self.storage.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch."""
-        buffers.select(self.storage, indices)
+        self.storage.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in the batch."""
-        buffers.repeat(self.storage, repeats)
+        self.storage.repeat(repeats)
 
     def offload(self) -> None:
         """Move the codes to CPU memory."""
         if self.storage.is_allocated:
             if self.storage.device.type != "cpu":
                 self.home = self.storage.device
-            buffers.move(self.storage, "cpu")
+            self.storage.move("cpu")
 
     def prefetch(self) -> None:
         """Move the codes back to the layer's device."""
         if self.home is not None:
-            buffers.move(self.storage, self.home)
+            self.storage.move(self.home)
 
 
 def _refuse_assignment(name: str, given: object) -> NoReturn:
@@ -240,8 +236,6 @@ def _refuse_assignment(name: str, given: object) -> NoReturn:
 
 def _in_one_dtype(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values in the wider of their dtypes: RoPE makes keys float32 where autocast makes values bfloat16."""
-    if key.dtype == value.dtype:
-        return key, value
     dtype = torch.promote_types(key.dtype, value.dtype)
     return key.to(dtype), value.to(dtype)
 
@@ -326,7 +320,7 @@ class KVQuantRingLayer(KVQuantLayer):
         return self.storage.window
 
 
-class KVQuantHybridLayer(KVQuantLayer, PooledStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+class KVQuantHybridLayer(KVQuantLayer, PooledStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A hybrid layer of a `KVQuantCache`, growing or static. Inherits from transformers' class to be recognised as one.
 
     Args:
@@ -411,7 +405,7 @@ class KVQuantHybridLayer(KVQuantLayer, PooledStates, LinearAttentionAndFullAtten
         LinearAttentionLayer.prefetch(self)
 
 
-class KVQuantHybridRingLayer(KVQuantRingLayer, KVQuantHybridLayer):  # type: ignore[misc, override]
+class KVQuantHybridRingLayer(KVQuantRingLayer, KVQuantHybridLayer):  # type: ignore[misc]
     """A hybrid layer of a growing `KVQuantCache` whose attention has a sliding window."""
 
 

@@ -27,6 +27,12 @@ class Steps:
     Args:
         storages: Of the layers of this package, by layer index.
         bystanders: Layers that take no part in most steps, such as those that attend to pictures.
+
+    Attributes:
+        due: Those of `storages` that take part in every step and have not had their turn in this one. A layer that is
+            due takes its tokens without `enter`, which would find nothing else: whoever gives them sets `newest`, and
+            removes the layer here afterwards.
+        newest: The layer that was called last.
     """
 
     def __init__(self, storages: Mapping[int, LayerStore], bystanders: Iterable[int] = ()) -> None:
@@ -37,14 +43,15 @@ class Steps:
     def forget(self) -> None:
         """Start over; all layers now have the same length."""
         self._members: set[int] = set()  # layers that take part in every step ...
-        self._waiting: set[int] = set()  # ... and those of them that have not had their turn in this one
+        self.due: set[int] = set()
+        self._waiting: set[int] = set()  # the members among transformers' layers that have not had their turn
         self._seen: set[tuple[int, str]] = set()  # (layer, kind of change) pairs of this step
-        self._newest = -1  # the layer that was called last
+        self.newest = -1
         self._is_first = True  # whether this is the first step since `forget`
         self._base = 0  # tokens that our layers held before this step
 
     def enter(self, layer: int, what: str = _UPDATE, *, is_once: bool = True) -> None:
-        """Call before a layer changes its tokens or its state, and `leave` afterwards.
+        """Call before a layer changes its tokens or its state, and `leave` afterwards; see `due` for an exception.
 
         Args:
             layer: Its index.
@@ -55,15 +62,17 @@ class Steps:
             RuntimeError: This begins a new step after one that ended early. Nothing has changed.
         """
         key = layer, what
-        if not self._members or (key in self._seen and (is_once or layer != self._newest)):
+        is_repeated = key in self._seen and (is_once or layer != self.newest)
+        if not self._members or (is_repeated and not (what == _UPDATE and layer in self.due)):
             self._begin()
         if layer not in self._members and layer not in self._bystanders:
             self._join(layer)
         self._seen.add(key)
-        self._newest = layer
+        self.newest = layer
 
     def leave(self, layer: int) -> None:
         """A layer has had its turn."""
+        self.due.discard(layer)
         self._waiting.discard(layer)
 
     def _begin(self) -> None:
@@ -79,8 +88,9 @@ class Steps:
             self._members = {layer for layer, storage in self._storages.items() if not storage.is_empty}
         else:
             self._is_first = False
-        self._waiting = set(self._members)
-        self._seen.clear()
+        self.due = self._members & self._storages.keys()
+        self._waiting = self._members - self.due
+        self._seen = {(layer, _UPDATE) for layer in self.due}  # seen again once they are no longer due
         self._base = next((storage.length for storage in self._ours()), 0)
 
     def _join(self, layer: int) -> None:
@@ -100,7 +110,7 @@ class Steps:
 
     def _is_cut(self) -> bool:
         # It is not enough that layers are waiting: if the first layer refused the tokens, nothing has changed.
-        return bool(self._waiting) and (
+        return bool(self.due or self._waiting) and (
             bool(self._changed_elsewhere()) or any(storage.length != self._base for storage in self._ours())
         )
 
@@ -137,6 +147,7 @@ class Steps:
             for storage, tokens in taken:
                 rewind.undo(storage, tokens)
                 undone = tokens
+        self.due.clear()
         self._waiting.clear()
         return undone
 

@@ -144,7 +144,8 @@ class Operands:
             RuntimeError: `query` requires gradients, which kernels do not compute; or, on a GPU, `num_splits` needs
                 more thread blocks than a grid can hold.
         """
-        _check_no_gradients(query)
+        if query.requires_grad:
+            _check_no_gradients(query)
         key, value = (None, None) if new is None else new
         result: tuple[Tensor, Tensor] = self._decode(
             query,

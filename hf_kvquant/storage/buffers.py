@@ -1,192 +1,192 @@
-"""Makes the buffers of a layer, and puts its contents into others: larger ones, other sequences, another device."""
+"""`Buffers`: what one layer has allocated, as one value. Other sizes, sequences and devices are other values.
+
+Knows no layer. Which tokens there are, and where, is told by arguments.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..spec import reference
-from ..spec.layout import Shape
+from ..spec.key_transform import KeyTransform
+from ..spec.layout import KVLayout, Shape
 from ..spec.planes import Planes
-from .checks import check_served
-from .lengths import count_of
 
-if TYPE_CHECKING:
-    from .layer_store import LayerStore
+# Of keys and of values.
+Sides = tuple[Planes, Planes]
 
 
-def allocate(store: LayerStore, shape: Shape, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
-    """Make the buffers.
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The tensors of one layer, and what describes them.
 
-    Args:
-        store: Without buffers.
+    Attributes:
         shape: Batch, key-value heads, head_dim of keys and of values.
         dtype: The model's.
-        device: Of the buffers.
-        capacity: Rows.
+        device: Of the planes. While they are offloaded, the one that they come back to.
+        layout: Of the planes.
+        capacity: Rows: tokens that there is room for. Kept here, since compiled steps would guard the shape of a plane.
+        planes: Of keys and of values.
+        key_transform: Applied to keys before they are quantised; `None` for the identity.
+        counters: Scratch of the CUDA kernel, zero between calls; `None` elsewhere. See `ops.Operands.decode`. Not
+            shared: two streams may work on two layers at once.
     """
-    store.residency.let_go()
-    store.shape, store.dtype = shape, dtype
-    store.device = torch.empty(0, device=device).device  # adds the index, since devices of tokens are compared
-    store.residency.allocate(store, capacity)
-    store.join(0)
-    store.planes_changed()
 
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+    layout: KVLayout
+    capacity: int
+    planes: Sides
+    key_transform: KeyTransform | None
+    counters: Tensor | None
 
-def allocate_for(store: LayerStore, key: Tensor, value: Tensor) -> None:
-    """Make the buffers for tokens like these: `[batch, num_kv_heads, tokens, head_dim]`; `tokens` may be 0.
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.shape[0]
 
-    Raises:
-        TypeError, ValueError: See `check_served`.
-    """
-    check_served(store, key, value)
-    batch, num_kv_heads, tokens, head_dim = key.shape
-    wanted = store.max_cache_len
-    if wanted is None:
-        wanted = store.rows.needed(tokens, 0, is_empty=True)
-    shape = batch, num_kv_heads, head_dim, value.shape[-1]
-    allocate(store, shape, key.dtype, key.device, store.rows.aligned(wanted))
+    def operands(self) -> ops.Operands:
+        """The ops over the planes."""
+        return ops.Operands(*self.planes, self.layout, self.key_transform)
 
-
-def select(store: LayerStore, indices: Tensor) -> None:
-    """Keep the sequences `indices` (`[new batch]` int64, or a bool mask) of the batch, in that order.
-
-    A static layer whose batch size stays the same is rewritten in place, so its addresses do not change.
-    """
-    if not store.is_allocated:
-        return
-    store.flush()
-    index = indices.to(store.device)
-    if index.dtype == torch.bool:
-        index = index.nonzero().flatten()
-
-    def selected(tensor: Tensor) -> Tensor:
-        return tensor.index_select(0, index)
-
-    planes, has_same_batch = store.planes, index.numel() == store.batch
-    store_starts = None if store.starts is None else selected(store.starts)
-    if store.is_static and has_same_batch:
-        for side in planes:
-            for tensor in side.tensors():
-                tensor.copy_(selected(tensor))
-    else:
-        store.residency.let_go()
-        # Copy only what is held: a growing buffer is cut to its length and grows again when needed.
-        tokens = store.capacity if store.is_static else min(store.rows.aligned(store.length), store.capacity)
+    def selected(self, index: Tensor, capacity: int) -> Buffers:
+        """The sequences `index` (`[new batch]` int64), cut to a capacity that holds their tokens. Copies."""
         key, value = (
-            side.narrow(tokens, kv_format.block_size).map(selected)
-            for side, kv_format in zip(planes, store.layout.formats, strict=True)
+            side.narrow(capacity, kv_format.block_size).map(lambda tensor: tensor.index_select(0, index))
+            for side, kv_format in zip(self.planes, self.layout.formats, strict=True)
         )
-        store.residency.replace(store, (key, value))
-    store.starts = store_starts
-    if store.is_ragged or not has_same_batch:
-        count = store.count()
-        if isinstance(count, tuple):
-            count = count_of([count[b] for b in index.tolist()])
-        if has_same_batch:
-            store.place(count)
-        else:
-            store.shape = index.numel(), *store.shape[1:]
-            store.join(count)
-    if not (store.is_static and has_same_batch):
-        store.planes_changed()
+        shape = index.numel(), *self.shape[1:]
+        return dataclasses.replace(self, shape=shape, capacity=capacity, planes=(key, value))
+
+    def reorder(self, index: Tensor) -> None:
+        """Rewrite the planes in place with the sequences `index`, as many as there are: addresses do not change."""
+        for side in self.planes:
+            for tensor in side.tensors():
+                tensor.copy_(tensor.index_select(0, index))
+
+    def moved(self, device: torch.device) -> Buffers:
+        """Copies on another device."""
+        key, value = (side.map(lambda tensor: moved(tensor, device)) for side in self.planes)
+        return dataclasses.replace(
+            self,
+            device=device,
+            planes=(key, value),
+            key_transform=None if self.key_transform is None else self.key_transform.to(device),
+            counters=ops.new_counters(device),
+        )
+
+    def resized(self, capacity: int, length: int, origin: Tensor | None) -> Buffers:
+        """Copies of another capacity.
+
+        Args:
+            capacity: Rows.
+            length: Tokens held.
+            origin: As `Linear.origin` gives it.
+        """
+
+        def resized(side: int) -> Planes:
+            old, kv_format = self.planes[side], self.layout.formats[side]
+            if origin is not None:
+                return old.rows(origin, kv_format.block_size)
+            head_dim = self.shape[2 + side]
+            grown = kv_format.allocate(*self.shape[:2], head_dim, capacity, dtype=self.dtype, device=self.device)
+            grown = dataclasses.replace(grown, tail=old.tail)
+            new, before = (each.narrow(length, kv_format.block_size).tensors() for each in (grown, old))
+            for new_plane, old_plane in zip(new, before, strict=True):
+                new_plane.copy_(old_plane)
+            return grown
+
+        return dataclasses.replace(self, capacity=capacity, planes=(resized(0), resized(1)))
+
+    def copied_tail(
+        self, side: int, length: int, lengths: Tensor, starts: Tensor | None, slack: int = 0
+    ) -> Tensor | None:
+        """A copy of a side's tail, with rows for other slack; `None` if there is none. Dense windows only: else zero.
+
+        Args:
+            side: 0 for keys, 1 for values.
+            length: Tokens of the longest sequence, all of them written.
+            lengths: `[batch]` int32: tokens of each sequence.
+            starts: `[batch]` int32: first position that is not padding; `None` for 0.
+            slack: As in `KVFormat.tail_rows`.
+        """
+        planes, kv_format, windows = self.planes[side], self.layout.formats[side], self.layout.windows
+        tail = planes.tail
+        if tail is None:
+            return None
+        copied = tail.new_zeros((*tail.shape[:2], kv_format.tail_rows(**windows, slack=slack), tail.shape[3]))
+        position = torch.arange(length, device=self.device).expand(self.batch, -1)
+        (is_dense, row), (_, target) = (
+            reference.dense_tokens(
+                dataclasses.replace(planes, tail=each),
+                kv_format,
+                lengths,
+                starts,
+                **windows,
+                position=position,
+                tail_from=None,
+            )
+            for each in (tail, copied)
+        )
+        sequence, token = is_dense.nonzero(as_tuple=True)
+        copied[sequence, :, target[sequence, token]] = tail[sequence, :, row[sequence, token]]
+        return copied
+
+    def with_slack(self, slack: int, length: int, lengths: Tensor, starts: Tensor | None) -> Buffers:
+        """The same planes with tails that have other slack. Arguments as in `copied_tail`."""
+        key, value = (
+            dataclasses.replace(planes, tail=self.copied_tail(side, length, lengths, starts, slack))
+            for side, planes in enumerate(self.planes)
+        )
+        return dataclasses.replace(self, planes=(key, value))
+
+    def freeze_scales(self, key: Tensor, value: Tensor) -> None:
+        """Granularity `tensor`: fix the scale from these tokens, the first of each sequence."""
+        transforms = self.key_transform, None
+        for x, planes, kv_format, transform in zip(
+            (key, value), self.planes, self.layout.formats, transforms, strict=True
+        ):
+            if kv_format.granularity == "tensor" and planes.scale is not None:
+                if transform is not None:
+                    x = reference.transform_key(x, transform)
+                scale, zero = reference.compute_scale(x, kv_format)
+                planes.scale.copy_(scale)
+                if planes.zero is not None and zero is not None:
+                    planes.zero.copy_(zero)
 
 
-def repeat(store: LayerStore, repeats: int) -> None:
-    """Repeat every sequence `repeats` times in place: a, a, b, b."""
-    if store.is_allocated:
-        select(store, torch.arange(store.batch, device=store.device).repeat_interleave(repeats))
-
-
-def move(store: LayerStore, device: torch.device | str) -> None:
-    """Move the buffers to another device."""
-    device = torch.empty(0, device=device).device  # adds the index that "cuda" lacks
-
-    def moved(tensor: Tensor) -> Tensor:
-        # Kernels that read a copy to the GPU are queued behind it; reads by the CPU would not wait for a copy.
-        return tensor.to(device, non_blocking=device.type != "cpu")
-
-    if store.is_allocated and store.device == device:
-        return
-    store.flush()
-    store.starts = None if store.starts is None else moved(store.starts)
-    if not store.is_allocated:
-        return
-    store.residency.let_go()
-    key, value = store.planes
-    store.residency.replace(store, (key.map(moved), value.map(moved)))
-    store.device = device
-    store.writer.counters = ops.new_counters(device)
-    store.join(store.count())
-    if store.key_transform is not None:
-        store.key_transform = store.key_transform.to(device)
-    store.planes_changed()
-
-
-def resize(store: LayerStore, capacity: int) -> None:
-    """Copy the tokens into buffers of another capacity."""
-    if capacity == store.capacity:
-        return
-    old, length = store.planes, store.length
-    origin = store.rows.origin(store.lengths, store.capacity, capacity)
-
-    def resized(side: int) -> Planes:
-        kv_format, head_dim = store.layout.formats[side], store.shape[2 + side]
-        if origin is not None:
-            return old[side].rows(origin, kv_format.block_size)
-        assert store.dtype is not None
-        grown = kv_format.allocate(*store.shape[:2], head_dim, capacity, dtype=store.dtype, device=store.device)
-        grown = dataclasses.replace(grown, tail=old[side].tail)
-        new, before = (each.narrow(length, kv_format.block_size).tensors() for each in (grown, old[side]))
-        for new_plane, old_plane in zip(new, before, strict=True):
-            new_plane.copy_(old_plane)
-        return grown
-
-    store.residency.replace(store, (resized(0), resized(1)))
-    store.rows.note_resized()
-    store.planes_changed()
-
-
-def copied_tail(store: LayerStore, side: int, slack: int = 0) -> Tensor | None:
-    """A copy of a side's tail, with rows for other slack. What is not in a dense window is zero.
+def allocate(
+    layout: KVLayout,
+    shape: Shape,
+    capacity: int,
+    key_transform: KeyTransform | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    slack: int,
+) -> Buffers:
+    """New buffers.
 
     Args:
-        store: Without pending tokens.
-        side: 0 for keys, 1 for values.
-        slack: As in `KVFormat.tail_rows`.
+        layout: Of the planes.
+        shape: Batch, key-value heads, head_dim of keys and of values.
+        capacity: Rows.
+        key_transform: Of the keys; moved to the device.
+        dtype: The model's.
+        device: With its index, since devices of tokens are compared.
+        slack: Tokens that tails keep behind the dense windows.
     """
-    planes, kv_format, windows = store.planes[side], store.layout.formats[side], store.layout.windows
-    tail = planes.tail
-    if tail is None:
-        return None
-    copied = tail.new_zeros((*tail.shape[:2], kv_format.tail_rows(**windows, slack=slack), tail.shape[3]))
-    position = torch.arange(store.length, device=store.device).expand(store.batch, -1)
-    (is_dense, row), (_, target) = (
-        reference.dense_tokens(
-            dataclasses.replace(planes, tail=each),
-            kv_format,
-            store.lengths,
-            store.starts,
-            **windows,
-            position=position,
-            tail_from=None,
-        )
-        for each in (tail, copied)
-    )
-    sequence, token = is_dense.nonzero(as_tuple=True)
-    copied[sequence, :, target[sequence, token]] = tail[sequence, :, row[sequence, token]]
-    return copied
+    planes = layout.allocate(shape, capacity, dtype=dtype, device=device, slack=slack)
+    transform = None if key_transform is None else key_transform.to(device)
+    return Buffers(shape, dtype, device, layout, capacity, planes, transform, ops.new_counters(device))
 
 
-def replace_tails(store: LayerStore, slack: int) -> None:
-    """Move the dense tokens of a layer into tails with other slack."""
-    key, value = (
-        dataclasses.replace(planes, tail=copied_tail(store, side, slack)) for side, planes in enumerate(store.planes)
-    )
-    store.residency.let_go()
-    store.residency.replace(store, (key, value))
-    store.planes_changed()
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on another device. The host waits only for copies to the CPU."""
+    # Kernels that read a copy to the GPU are queued behind it; reads by the CPU would not wait for a copy.
+    return tensor.to(device, non_blocking=device.type != "cpu")

@@ -9,15 +9,12 @@ make its own. `ops/planning.py` explains plans and makes them; its `MIN_PADDING`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-
-if TYPE_CHECKING:
-    from .layer_store import LayerStore
 
 # With fewer sequences for each share that a GPU computes at once, its own cut of all sequences is the better one. On an
 # H100 with 8 heads, so with 33 shares, steps of int8 and int4 took 0.94 and 0.89 of the time with a plan for 64
@@ -26,12 +23,20 @@ MIN_SEQUENCES_PER_SLOT = 1
 
 
 def step_plan(
-    store: LayerStore, plans: dict[int, Tensor], query: Tensor, starts: Tensor | None, options: Mapping[str, Any]
+    operands: ops.Operands,
+    num_kv_heads: int,
+    lengths: Tensor,
+    plans: dict[int, Tensor],
+    query: Tensor,
+    starts: Tensor | None,
+    options: Mapping[str, Any],
 ) -> Tensor | None:
     """The split plan for a step over a layer whose sequences are uneven; `None` if it must not have or use one.
 
     Args:
-        store: Of the layer; its lengths count the tokens of the step.
+        operands: Of the layer.
+        num_kv_heads: Of the layer.
+        lengths: `[batch]` int32: tokens held, those of the step included.
         plans: Made of these lengths already, by number of key-value heads. A new one is added. With the starts of
             another layer, a plan is as correct.
         query: `[batch, num_q_heads, q_len, head_dim]`.
@@ -40,15 +45,14 @@ def step_plan(
             promises the same bits in every batch.
     """
     is_step = query.shape[0] > 1 and query.shape[2] == 1 and starts is not None
-    is_served = store.writer.takes_split_plan and query.dtype != torch.float32
+    is_served = operands.takes_split_plan and query.dtype != torch.float32
     if not (is_step and is_served) or options.get("sliding_window") or options.get("num_splits"):
         return None
     if torch.compiler.is_compiling():
         return None
-    num_kv_heads = store.shape[1]
-    num_slots = ops.num_slots_of(store.device, num_kv_heads)
+    num_slots = ops.num_slots_of(lengths.device, num_kv_heads)
     if query.shape[0] < MIN_SEQUENCES_PER_SLOT * num_slots:
         return None
     if num_kv_heads not in plans:
-        plans[num_kv_heads] = ops.split_plan(store.lengths, num_slots, starts)
+        plans[num_kv_heads] = ops.split_plan(lengths, num_slots, starts)
     return plans[num_kv_heads]

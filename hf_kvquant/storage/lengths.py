@@ -98,7 +98,10 @@ class LengthGroup:
         Raises:
             RuntimeError: The length is lost.
         """
-        count = self.count(member)
+        behind = self._behind[member]
+        count = self._value if behind is None else behind
+        if not isinstance(count, int) or count < 0:  # else without a call, since every layer asks in every step
+            count = self.count(member)
         return count if isinstance(count, int) else max(count)
 
     def count(self, member: int) -> Count:
@@ -154,9 +157,10 @@ class LengthGroup:
                 "lengths: a compiled step must find all layers of a cache at one length, got a layer that was left out "
                 "of earlier steps. Reset the cache, or run this step eagerly."
             )
+        elif isinstance(behind, int) and behind >= 0 and behind + tokens == self._value:
+            self._behind[member] = None  # as `place` would find, with fewer calls
         else:
             self.place(member, plus(self.count(member), tokens))
-            self._newest = tokens
 
     def check_level(self) -> None:
         """Refuse to capture a step while a member is not level with the tensor: the graph would contain its length.
@@ -203,16 +207,15 @@ class LengthGroup:
 
     def _leave_behind(self, member: int) -> None:
         """Record the lengths of all other members before the tensor changes."""
-        is_compiling = torch.compiler.is_compiling()
-        for other, behind in enumerate(self._behind):
-            if other == member:
-                continue
-            if is_compiling and behind is not None:
-                self._behind[other] = _LOST if behind == _ONE_STEP_BEHIND else behind
-            elif is_compiling:
-                self._behind[other] = _ONE_STEP_BEHIND
-            elif behind is None or behind == _ONE_STEP_BEHIND:
-                self._behind[other] = self.count(other)
+        level: Count = _ONE_STEP_BEHIND
+        late: Count = _LOST
+        if not torch.compiler.is_compiling():
+            level = self._known()
+            late = plus(level, -self._newest)
+        self._behind = [
+            level if behind is None else late if behind == _ONE_STEP_BEHIND else behind for behind in self._behind
+        ]
+        self._behind[member] = None
 
     def _known(self) -> Count:
         """The tensor's value on the host. Waits for the device after a compiled step."""
@@ -269,6 +272,34 @@ class Lengths:
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: copies have their own tensors and no pool."""
         return {**self.__dict__, "_pool": None}
+
+
+class Membership:
+    """The part that one storage takes in the lengths of its cache.
+
+    Args:
+        lengths: Of the cache.
+
+    Attributes:
+        group: That it is in; `None` while it has no buffers.
+        member: Its number there.
+    """
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self.group: LengthGroup | None = None
+        self.member = 0
+
+    def join(self, length: Count, batch: int, device: torch.device) -> None:
+        """Leave the present group and join the one for a batch size and device. See `Lengths.join`."""
+        self.leave()
+        self.group, self.member = self._lengths.join(length, batch, device)
+
+    def leave(self) -> None:
+        """Leave the present group, if there is one."""
+        if self.group is not None:
+            self.group.leave(self.member)
+        self.group = None
 
 
 def _new_tensor(batch: int, device: torch.device) -> Tensor:

@@ -22,18 +22,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..spec.formats import KVFormat
 from ..spec.planes import Planes
-from .residency import Owned, Sides
-
-if TYPE_CHECKING:
-    from .layer_store import LayerStore
+from .buffers import Buffers, Sides
+from .residency import Owned
 
 # Devices that layers can be offloaded from. Tests add others.
 HOMES = frozenset(("cuda",))
@@ -68,46 +66,45 @@ class Offloader:
 
     def __init__(self) -> None:
         # Weak references, so that a cache and its memory are freed as soon as the user drops it.
-        self._members: list[weakref.ref[LayerStore]] = []
-        self._residents: weakref.WeakSet[LayerStore] = weakref.WeakSet()
+        self._members: list[weakref.ref[Offloaded]] = []
+        self._residents: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._free: dict[Hashable, list[Slot]] = {}
 
     def __reduce__(self) -> tuple[type[Offloader], tuple[()]]:
         return type(self), ()
 
-    def join(self, store: LayerStore) -> int:
+    def join(self, layer: Offloaded) -> int:
         """Add a layer after those that have joined. Returns its place in the order."""
-        self._members.append(weakref.ref(store))
+        self._members.append(weakref.ref(layer))
         return len(self._members) - 1
 
     @torch.compiler.disable(reason="codes that are offloaded come and go")
-    def take_turn(self, store: LayerStore) -> None:
+    def take_turn(self, layer: Offloaded, device: torch.device) -> None:
         """Bring a layer to its device, start fetching the next one, and send away all others."""
-        device, following = store.device, self._after(store)
+        following = self._after(layer, device)
         for other in list(self._residents):
-            if other is not store and other is not following and other.device == device:
-                _home_of(other).send(other)
-        _home_of(store).fetch(store)
-        _home_of(store).receive(store)
+            if other is not layer and other is not following and other.device == device:
+                other.send()
+        layer.fetch()
+        layer.receive()
         if following is not None:
-            _home_of(following).fetch(following)
+            following.fetch()
 
-    def _after(self, store: LayerStore) -> LayerStore | None:
+    def _after(self, layer: Offloaded, device: torch.device) -> Offloaded | None:
         """The next layer on the same device; `None` during the first chunk, while later layers have no buffers."""
-        place = _home_of(store).place
-        for member in (*self._members[place + 1 :], *self._members[:place]):
+        for member in (*self._members[layer.place + 1 :], *self._members[: layer.place]):
             other = member()
             if other is not None:
-                if not other.is_allocated:
+                if other.buffers is None:
                     return None
-                if other.device == store.device:
+                if other.device == device:
                     return other
         return None
 
-    def note(self, store: LayerStore, *, is_resident: bool) -> None:
+    def note(self, layer: Offloaded, *, is_resident: bool) -> None:
         """Record whether a layer is on its device."""
-        (self._residents.add if is_resident else self._residents.discard)(store)
+        (self._residents.add if is_resident else self._residents.discard)(layer)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream that fetches layers; `None` on devices without streams."""
@@ -123,7 +120,7 @@ class Offloader:
             return self._free[kind].pop()
         # Layers have grown or changed: free the slots that fit none of them any more.
         members = [member() for member in self._members]
-        kinds = {_home_of(member).kind(member) for member in members if member is not None and member.is_allocated}
+        kinds = {member.kind() for member in members if member is not None and member.buffers is not None}
         self._free = {each: slots for each, slots in self._free.items() if each in kinds}
         stream = self.stream(device)
         slot = tuple(
@@ -149,128 +146,140 @@ class Offloaded(Owned):
         offloader: Shared by the layers of one cache.
     """
 
+    is_offloaded = True
+
     def __init__(self, offloader: Offloader) -> None:
         super().__init__()
         self._offloader = offloader
+        self._write: weakref.WeakMethod[Callable[[], int]] | None = None  # see `rejoin`
         self.place = -1  # in the order of the layers; set by `rejoin`
         self._copies: Sides | None = None  # in CPU memory, tokens first, made when first sent
         self._num_copied = [0, 0]  # tokens of keys and of values that the copies hold
-        self.is_away = False  # then `_planes` has the CPU copies in it
+        self.is_away = False  # then the planes of `buffers` have the CPU copies in them
         self._is_coming = False  # being fetched, not yet waited for
         self._arrival: torch.cuda.Event | None = None
         self._slot: Slot | None = None  # the slot it is in; None: away, or in its own memory
 
-    def planes(self, store: LayerStore) -> Sides | None:
-        """Reading them takes a turn."""
-        self.arrive(store)
-        return self._planes
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_write": None}
 
-    def arrive(self, store: LayerStore) -> None:
+    @property
+    def device(self) -> torch.device:
+        """Of the buffers when they are not away. There must be some."""
+        return self._held().device
+
+    def _held(self) -> Buffers:
+        assert self.buffers is not None
+        return self.buffers
+
+    def arrive(self) -> Buffers:
+        """Takes a turn."""
         if self.is_away or self._is_coming:
-            self._offloader.take_turn(store)
+            self._offloader.take_turn(self, self.device)
+        return self._held()
 
-    def replace(self, store: LayerStore, planes: Sides | None) -> None:
+    def hold(self, buffers: Buffers | None) -> None:
         """CPU copies of the old planes are dropped."""
-        if planes is not None:
-            self._offloader.take_turn(store)  # first, because moving other layers may run out of memory and raise
-        self._planes, self._copies, self._slot, self._arrival = planes, None, None, None
+        if buffers is not None:
+            # First, because moving other layers may run out of memory and raise.
+            self._offloader.take_turn(self, (self.buffers or buffers).device)
+        super().hold(buffers)
+        self._copies = self._slot = self._arrival = None
         self.is_away = self._is_coming = False
-        self._offloader.note(store, is_resident=planes is not None)
+        self._offloader.note(self, is_resident=buffers is not None)
 
-    def note_cropped(self, store: LayerStore) -> None:
+    def note_cropped(self, length: int) -> None:
         """Their copies do not count any more."""
-        kept = [store.layout.num_coded(side, store.length) for side in (0, 1)]
-        self._num_copied = [min(counts) for counts in zip(self._num_copied, kept, strict=True)]
+        if self.buffers is not None:
+            kept = [self.buffers.layout.num_coded(side, length) for side in (0, 1)]
+            self._num_copied = [min(counts) for counts in zip(self._num_copied, kept, strict=True)]
 
     # --- to CPU memory and back ---------------------------------------------------------------------------------------
 
-    def send(self, store: LayerStore) -> None:
+    def send(self) -> None:
         """Copy to CPU memory what its copies lack, and free the planes on the device."""
-        store.flush()
-        assert self._planes is not None
-        formats = store.layout.formats
+        write = None if self._write is None else self._write()
+        assert write is not None  # the layer holds its residency
+        length, buffers = write(), self._held()
+        layout = buffers.layout
         if self._copies is None:
-            self._copies = _copied(self._planes, formats, is_pinned=store.device.type == "cuda")
+            self._copies = _copied(buffers.planes, layout.formats, is_pinned=buffers.device.type == "cuda")
             self._num_copied = [0, 0]
-        kind = self.kind(store)
-        for side, kv_format in enumerate(formats):
-            begin, end = self._num_copied[side], store.layout.num_coded(side, store.length)
-            for old, new in _rows(self._planes[side], self._copies[side], kv_format, begin, end):
+        kind = self.kind()
+        for side, kv_format in enumerate(layout.formats):
+            begin, end = self._num_copied[side], layout.num_coded(side, length)
+            for old, new in _rows(buffers.planes[side], self._copies[side], kv_format, begin, end):
                 new.copy_(old.contiguous(), non_blocking=True)
             self._num_copied[side] = end
         # Only now: if memory for a copy ran out above, the planes are still in place.
-        self._planes = self._copies
+        self.buffers, self.operands = dataclasses.replace(buffers, planes=self._copies), None
         if self._slot is not None:
             self._offloader.leave_slot(kind, self._slot)
         self._slot = self._arrival = None
-        store.writer.forget_planes()
         self.is_away, self._is_coming = True, False
-        self._offloader.note(store, is_resident=False)
+        self._offloader.note(self, is_resident=False)
 
-    def fetch(self, store: LayerStore) -> None:
+    def fetch(self) -> None:
         """Start copying the planes to the device, if they are away. `receive` waits for them."""
         if not self.is_away:
             return
         assert self._copies is not None
-        slot = self._offloader.take_slot(self.kind(store), self._travelling(store), store.device)
-        stream = self._offloader.stream(store.device)
+        buffers, device = self._held(), self.device
+        slot = self._offloader.take_slot(self.kind(), self._travelling(), device)
+        stream = self._offloader.stream(device)
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(store.device))
+            stream.wait_stream(torch.cuda.current_stream(device))
         key, value = (dataclasses.replace(copies, **room) for copies, room in zip(self._copies, slot, strict=True))
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            _copy_tokens(self._copies, (key, value), store.layout.formats, self._num_copied, store.device)
-        self._planes = key, value
+            _copy_tokens(self._copies, (key, value), buffers.layout.formats, self._num_copied, device)
+        self.buffers = dataclasses.replace(buffers, planes=(key, value))
         self._slot = slot
         self._arrival = None if stream is None else stream.record_event()
         self.is_away, self._is_coming = False, True
-        self._offloader.note(store, is_resident=True)
+        self._offloader.note(self, is_resident=True)
 
-    def receive(self, store: LayerStore) -> None:
+    def receive(self) -> None:
         """Make the current stream wait for planes that are being fetched."""
         if not self._is_coming:
             return
         if self._arrival is not None:
-            torch.cuda.current_stream(store.device).wait_event(self._arrival)
+            torch.cuda.current_stream(self.device).wait_event(self._arrival)
         self._arrival, self._is_coming = None, False
-        store.planes_changed()
+        self.operands = self._held().operands()
 
-    def _travelling(self, store: LayerStore) -> Slot:
-        assert self._planes is not None
+    def _travelling(self) -> Slot:
+        buffers = self._held()
         key, value = (
             {name: getattr(planes, name) for name in planes.token_axes(kv_format.block_size)}
-            for planes, kv_format in zip(self._planes, store.layout.formats, strict=True)
+            for planes, kv_format in zip(buffers.planes, buffers.layout.formats, strict=True)
         )
         return key, value
 
-    def kind(self, store: LayerStore) -> Hashable:
+    def kind(self) -> Hashable:
         """Device, shapes and dtypes of the planes that are moved. Layers of one kind can use the same slots."""
-        sides = [
-            tuple((name, plane.shape, plane.dtype) for name, plane in side.items()) for side in self._travelling(store)
-        ]
-        return store.device, *sides
+        sides = [tuple((name, plane.shape, plane.dtype) for name, plane in side.items()) for side in self._travelling()]
+        return self.device, *sides
 
     # --- copies of the layer ------------------------------------------------------------------------------------------
 
-    def leave(self, store: LayerStore) -> None:
+    def leave(self) -> None:
         """Send the planes to CPU memory and wait for them."""
-        if store.is_allocated and not self.is_away:
-            self.send(store)
-        if store.is_allocated and store.device.type == "cuda":
-            torch.cuda.synchronize(store.device)
+        if self.buffers is not None and not self.is_away:
+            self.send()
+        if self.buffers is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
-    def rejoin(self, store: LayerStore) -> None:
+    def rejoin(self, write: Callable[[], int]) -> None:
         """The offloader of a copy is empty: its layers join again, in their order."""
-        self.place = self._offloader.join(store)
-        if self._copies is not None and store.device.type == "cuda":
+        self._write = weakref.WeakMethod(write)
+        self.place = self._offloader.join(self)
+        if self._copies is not None and self.device.type == "cuda":
             # Pinned memory is no longer pinned after a copy or a pickle.
-            formats, copies = store.layout.formats, self._copies
-            self._planes = self._copies = _copied(copies, formats, is_pinned=True)
+            buffers, copies = self._held(), self._copies
+            formats = buffers.layout.formats
+            self._copies = _copied(copies, formats, is_pinned=True)
+            self.buffers = dataclasses.replace(buffers, planes=self._copies)
             _copy_tokens(copies, self._copies, formats, self._num_copied)
-
-
-def _home_of(store: LayerStore) -> Offloaded:
-    assert isinstance(store.residency, Offloaded)
-    return store.residency
 
 
 def check_not_captured(name: str, key: Tensor) -> None:

@@ -1,70 +1,80 @@
 """Who owns the buffers of a layer: the layer itself, or the pool of its model. `offloading.py` has a third way.
 
-A residency makes the buffers and holds the planes; the layer reaches them through it alone.
+A residency makes and holds the buffers; the layer reaches them through it alone. It knows no layer, only a name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .. import ops
 from ..config import LayerFormats
-from ..spec.layout import Shape
-from ..spec.planes import Planes
+from ..spec.key_transform import KeyTransform
+from ..spec.layout import KVLayout, Shape
+from .buffers import Buffers, allocate
 from .pool import BufferPool
-
-if TYPE_CHECKING:
-    from .layer_store import LayerStore
-
-Sides = tuple[Planes, Planes]
 
 
 class Owned:
-    """Buffers that belong to the layer and stay where they are."""
+    """Buffers that belong to the layer and stay where they are.
+
+    Attributes:
+        is_offloaded: Whether buffers come and go: then `arrive` comes before any use of the planes.
+        buffers: `None` before there are any.
+        operands: The ops over them; `None` while the planes are not on the device.
+    """
+
+    is_offloaded = False
 
     def __init__(self) -> None:
-        self._planes: Sides | None = None
+        self.buffers: Buffers | None = None
+        self.operands: ops.Operands | None = None
 
-    def planes(self, store: LayerStore) -> Sides | None:
-        """The planes of keys and of values, on the device; `None` before there are buffers."""
-        return self._planes
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: the copy gets its operands anew, since kernels may differ where it is loaded."""
+        return {**self.__dict__, "operands": None}
 
-    def arrive(self, store: LayerStore) -> None:
-        """Make sure that the planes are on the device: the layer is about to use them."""
+    def allocate(
+        self, layout: KVLayout, shape: Shape, capacity: int, key_transform: KeyTransform | None, **options: Any
+    ) -> Buffers:
+        """Make buffers, which the layer then gives to `hold`. See `buffers.allocate`."""
+        return allocate(layout, shape, capacity, key_transform, **options)
 
-    def replace(self, store: LayerStore, planes: Sides | None) -> None:
-        """Use other planes, which the layer has made in memory of their own."""
-        self._planes = planes
+    def hold(self, buffers: Buffers | None) -> None:
+        """Use these buffers from now on."""
+        self.buffers = buffers
+        self.operands = None if buffers is None else buffers.operands()
 
-    def allocate(self, store: LayerStore, capacity: int) -> None:
-        """Make buffers for `capacity` tokens, and bring the key transform to their device."""
-        if store.key_transform is not None:
-            store.key_transform = store.key_transform.to(store.device)
-        store.writer.counters = ops.new_counters(store.device)
-        assert store.dtype is not None
-        options: dict[str, Any] = {"dtype": store.dtype, "device": store.device, "slack": store.rows.slack}
-        self.replace(store, store.layout.allocate(store.shape, capacity, **options))
+    def arrive(self) -> Buffers:
+        """The buffers, with their planes on the device. There must be some."""
+        assert self.buffers is not None
+        return self.buffers
 
     def let_go(self) -> None:
         """Keep the buffers for the layer alone: it is about to replace or drop some of them."""
 
-    def note_cropped(self, store: LayerStore) -> None:
-        """Note that tokens were removed, whose rows others will take."""
+    def note_cropped(self, length: int) -> None:
+        """Note that tokens were removed, whose rows others will take, and `length` are left."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for planes, wherever they are."""
-        return sum(planes.num_bytes for planes in self._planes or ())
+        return 0 if self.buffers is None else sum(planes.num_bytes for planes in self.buffers.planes)
 
-    def leave(self, store: LayerStore) -> None:
+    def leave(self) -> None:
         """Get ready to be copied or pickled along with the layer."""
 
-    def rejoin(self, store: LayerStore) -> None:
-        """Start in a copy of the layer."""
+    def rejoin(self, write: Callable[[], int]) -> None:
+        """Start in a new layer or a copy of one.
+
+        Args:
+            write: A method of the layer: writes its pending tokens, and returns how many it holds.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,40 +105,40 @@ class Pooled(Owned):
 
     Args:
         pool: Of the model.
+        name: Of the layer.
+        formats: Of its keys and values.
+        max_cache_len: Tokens that it holds.
     """
 
-    def __init__(self, pool: BufferPool) -> None:
+    def __init__(self, pool: BufferPool, name: str, formats: LayerFormats, max_cache_len: int) -> None:
         super().__init__()
         self._pool: BufferPool | None = pool
+        self._name, self._formats, self._max_cache_len = name, formats, max_cache_len
         self._loan: weakref.finalize[..., Any] | None = None  # returns the buffers to the pool in the end
 
-    def allocate(self, store: LayerStore, capacity: int) -> None:
+    def allocate(
+        self, layout: KVLayout, shape: Shape, capacity: int, key_transform: KeyTransform | None, **options: Any
+    ) -> Buffers:
         """Take free buffers from the pool, or make new ones.
 
         Old contents need no clearing: as after a reset, they lie beyond the length.
         """
         if self._pool is None or torch.compiler.is_compiling():
-            super().allocate(store, capacity)
-            return
-        assert store.dtype is not None and store.max_cache_len is not None
-        transform = store.key_transform
+            return super().allocate(layout, shape, capacity, key_transform, **options)
         parts = (False,) * 3
-        if transform is not None:
-            parts = transform.center is not None, transform.smoothing is not None, transform.is_rotated
-        held = store.max_cache_len, store.rows.slack
-        kind = BufferKind(store.formats, store.shape, *held, store.dtype, store.device, parts)
-        buffers = self._pool.take(store.name, kind)
+        if key_transform is not None:
+            parts = key_transform.center is not None, key_transform.smoothing is not None, key_transform.is_rotated
+        slack, dtype, device = options["slack"], options["dtype"], options["device"]
+        kind = BufferKind(self._formats, shape, self._max_cache_len, slack, dtype, device, parts)
+        buffers: Buffers | None = self._pool.take(self._name, kind)
         if buffers is None:
-            if transform is not None:
-                # The next cache overwrites these tensors with its own numbers, so they must not belong to a model.
-                store.key_transform = transform.clone(store.device)
-            super().allocate(store, capacity)
-            buffers = self._planes, store.writer.counters, store.key_transform
-        else:
-            self._planes, store.writer.counters, store.key_transform = buffers
-            if store.key_transform is not None and transform is not None:
-                store.key_transform.copy_(transform)
-        self._loan = self._pool.expect(store, store.name, kind, buffers)
+            # The next cache overwrites these tensors with its own numbers, so they must not belong to a model.
+            own = None if key_transform is None else key_transform.clone(device)
+            buffers = super().allocate(layout, shape, capacity, own, **options)
+        elif buffers.key_transform is not None and key_transform is not None:
+            buffers.key_transform.copy_(key_transform)
+        self._loan = self._pool.expect(self, self._name, kind, buffers)
+        return buffers
 
     def let_go(self) -> None:
         if self._loan is not None:
@@ -137,4 +147,4 @@ class Pooled(Owned):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have buffers of their own and no pool."""
-        return {**self.__dict__, "_pool": None, "_loan": None}
+        return {**super().__getstate__(), "_pool": None, "_loan": None}

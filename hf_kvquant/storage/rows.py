@@ -9,6 +9,10 @@ never need more. A ring grows while it records the past for a crop.
 
 The codes that attention reads from a ring are bit for bit those that it would read from the whole sequence with the
 window as its mask. With a static cache, nothing here waits for the device.
+
+Pages of continuous batching are no rows of a layer: all layers share one table of pages for each request, transformers
+gives pages out, frees and shares them, and a token's row in its page follows from its position (`ops.Operands.append`).
+So `batching` asks its page table, and nothing here.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..spec.layout import Shape
-from .buffers import allocate, copied_tail
+from .buffers import Sides
 from .layer_store import LayerStore
-from .residency import Sides
 
 _META = torch.device("meta")
 
@@ -25,9 +24,10 @@ def held_planes(store: LayerStore) -> Sides:
         Planes of `num_coded` tokens each (of a ring at most its rows) with the whole tail.
     """
     store.flush()
+    buffers, length, lengths = store.residency.arrive(), store.length, store.lengths
     held = []
-    for side, cut in enumerate(store.layout.coded(store.planes, store.length)):
-        cut = dataclasses.replace(cut, tail=copied_tail(store, side))
+    for side, cut in enumerate(buffers.layout.coded(buffers.planes, length)):
+        cut = dataclasses.replace(cut, tail=buffers.copied_tail(side, length, lengths, store.starts))
         held.append(cut.map(torch.clone) if store.is_offloaded else cut)
     return held[0], held[1]
 
@@ -81,9 +81,10 @@ def restore(
         device: Where the new buffers go.
         starts: `[batch]` int32: its `starts`, on any device.
     """
-    allocate(store, shape, dtype, device, capacity)
-    store.starts = None if starts is None else starts.to(store.device)
-    for new, old in zip(store.layout.coded(store.planes, length), held, strict=True):
+    store.allocate(shape, dtype, device, capacity)
+    buffers = store.buffers
+    store.starts = None if starts is None else starts.to(buffers.device)
+    for new, old in zip(buffers.layout.coded(buffers.planes, length), held, strict=True):
         for new_plane, old_plane in zip(new.tensors(), old.tensors(), strict=True):
             new_plane.copy_(old_plane)
     store.place(length)

@@ -8,12 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
-
-import torch
-
-if TYPE_CHECKING:
-    from .layer_store import LayerStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,31 +28,18 @@ class Tally:
         self.pairs_dequantized = 0
         self.pairs_read: int | None = None
 
+    def note_fallback(self, reason: str, num_pairs: int) -> None:
+        """Count a step that attends to dequantised tensors, over so many pairs, and log each reason once."""
+        self.fallbacks[reason] += 1
+        self.pairs_dequantized += num_pairs
+        if self.outer is not None:
+            self.outer[reason] += 1
+        _log_fallback(reason)
+
 
 @functools.cache
 def _log_fallback(reason: str) -> None:
     logger.warning("attention runs on dequantised tensors: %s. Correct, slower.", reason)
-
-
-def note_fallback(store: LayerStore, reason: str) -> None:
-    """Count a step that attends to dequantised tensors, and log each reason once."""
-    if torch.compiler.is_compiling():
-        return
-    num_pairs, pending = 0, store.writer.pending
-    if pending is not None and not store.is_static:
-        num_pairs = store.batch * causal_pairs(store.length, store.length - pending[0].shape[2], store.window)
-    store.tally.fallbacks[reason] += 1
-    store.tally.pairs_dequantized += num_pairs
-    if store.tally.outer is not None:
-        store.tally.outer[reason] += 1
-    _log_fallback(reason)
-
-
-def note_read(store: LayerStore, q_len: int, window: int) -> None:
-    """Count a step that was served from codes, if such steps are counted."""
-    tally = store.tally
-    if tally.pairs_read is not None and not torch.compiler.is_compiling():
-        tally.pairs_read += store.batch * causal_pairs(store.length, store.length - q_len, window)
 
 
 def causal_pairs(tokens: int, first_chunk: int, window: int = 0) -> int:

@@ -44,6 +44,31 @@ class Unrolled:
         """See `ops.Operands.decode`."""
         return self.operands.decode(query, None, self.lengths, starts=self.starts(starts), **options)
 
+    def dequantize(
+        self, lengths: Tensor, starts: Tensor | None, *, begin: int, num_tokens: int, num_seen: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Dense keys and values, `[batch, num_kv_heads, num_tokens, head_dim]` each.
+
+        Args:
+            lengths: `[batch]` int32: tokens held per sequence, counted from its beginning.
+            starts: `[batch]` int32: first position that is not padding; `None` for 0.
+            begin: Position of the first token that is shown.
+            num_tokens: How many are shown.
+            num_seen: Only so many of the newest tokens are not zero.
+            dtype: Of the result.
+        """
+        # The host does not know where these buffers begin: all of their tokens, then those that are shown.
+        room = self.planes[0].codes.shape[2]
+        position = torch.arange(begin, begin + num_tokens, device=lengths.device)
+        row = (position - self.begin).clamp(min=0, max=room - 1)
+        is_hidden = (position >= lengths.unsqueeze(1)) | (position < lengths.unsqueeze(1) - num_seen)
+        options: dict[str, Any] = {"begin": 0, "num_tokens": room, "dtype": dtype}
+        key, value = (
+            x.index_select(2, row).masked_fill(is_hidden[:, None, :, None], 0.0)
+            for x in self.operands.dequantize(self.lengths, self.starts(starts), **options)
+        )
+        return key, value
+
 
 def unroll(
     ring: tuple[Planes, Planes],
