@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_kvquant.common.tables import markdown_table
@@ -17,6 +17,9 @@ GENERATE = {
     "generate_glm_4_7_flash": "GLM-4.7-Flash",
     "generate_minicpm3_4b": "MiniCPM3-4B",
 }
+# Results files of `fidelity.py`, by what was done to the channels of latents.
+QUALITY = {"latent_twin": "as trained", "latent_twin_stretched": "uneven", "latent_twin_smoothed": "uneven, smoothed"}
+QUALITY_PRESETS = {"int8": "`int8`", "fp8": "`fp8`", "int4": "`int4`", "int4-untransformed": "`int4`, not rotated"}
 
 
 def step_table(results: dict[str, Any]) -> str:
@@ -71,6 +74,30 @@ def generate_caption(results: Sequence[dict[str, Any]]) -> str:
         f"transformers {newest['transformers']} with its own cache; the faster one of two is shown: with cuDNN's "
         "attention, which makes a plan for each new number of tokens, and without. Steps read the experts, too. "
         f"{newest['gpu']}, torch {newest['torch']}, {newest['date'][:10]} ({files})."
+    )
+
+
+def quality_table(results: Mapping[str, dict[str, Any]]) -> str:
+    """Divergence of presets from the unquantised cache: a model's, with uneven channels, and these evened out."""
+    columns = [results[name]["presets"] for name in QUALITY]
+    lines = []
+    for preset, shown in QUALITY_PRESETS.items():
+        found = [f"{column[preset]['kld']:.2g}" for column in columns]
+        lines.append([shown, *found, f"{columns[0][preset]['agreement']:.1%}"])
+    return markdown_table(["preset", *QUALITY.values(), "same next token, as trained"], lines)
+
+
+def quality_caption(results: Mapping[str, dict[str, Any]]) -> str:
+    """What was measured."""
+    first = results[next(iter(QUALITY))]
+    files = ", ".join(f"`evals/results/{name}.json`" for name in QUALITY)
+    return (
+        "KL divergence from the cache without codes, nats a token. The model is a twin of the reference model with "
+        "latents of 256 channels and rope parts of 32, trained on 22 million tokens "
+        "([reference model](../evals/reference_model/README.md)). It reads "
+        f"{first['scored_tokens']:,} tokens of WikiText-2 behind {first['n0']} in chunks of {first['chunk']}. "
+        "*Uneven*: channels multiplied by log-normal factors, and `kv_b_proj` divided by them; *smoothed*: after "
+        f"`smooth_attention` ({files})."
     )
 
 

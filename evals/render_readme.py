@@ -8,8 +8,8 @@ by the numbers in its description, since its bytes depend on the version of matp
 only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
 many new tokens, `render_batching.py` that of many requests, with its picture, `render_parallel.py` that of several
 GPUs, `render_families.py` that of model families, `render_itl.py` that of steps by the tokens held, with its picture,
-`render_latent.py` that of latents, `render_real.py` those of a real model, `render_recipes.py` those of published
-recipes, `render_ablation.py` and `render_weights.py` those of quantised weights.
+`render_latent.py` that of latents, `render_states.py` that of states, `render_real.py` those of a real model,
+`render_recipes.py` those of published recipes, `render_ablation.py` and `render_weights.py` those of quantised weights.
 The other scripts of this folder and `hf_kvquant_evals/` measure.
 """
 
@@ -33,6 +33,7 @@ import render_parallel
 import render_real
 import render_recipes
 import render_shares
+import render_states
 import render_weights
 
 from hf_kvquant.common.tables import markdown_table as table
@@ -72,6 +73,8 @@ OPTIONAL_FILES += (
     "itl",
     "latent",
     *render_latent.GENERATE,
+    *render_latent.QUALITY,
+    *render_states.FILES,
     "batching_latent",
 )
 # Of a model whose weights are too large for the repository. Its parts say so until there are results.
@@ -150,6 +153,7 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         ],
     }
     not_yet = "recipes-larger", "ablation-larger", "itl", "latent", "latent-generate", "batching-latent"
+    not_yet += "latent-quality", "states-generate"
     paragraphs |= {name: [NOT_MEASURED] for name in not_yet}
     if "recipes_larger" in results:
         paragraphs["recipes-larger"] = render_recipes.larger(results["recipes_larger"], recipes)
@@ -202,6 +206,10 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     if of_latents:
         tables = render_latent.generate_table(of_latents), render_latent.generate_caption(of_latents)
         paragraphs["latent-generate"] = [*tables]
+    if all(name in results for name in render_latent.QUALITY):
+        paragraphs["latent-quality"] = [render_latent.quality_table(results), render_latent.quality_caption(results)]
+    if any(name in results for name in render_states.FILES):
+        paragraphs["states-generate"] = [render_states.step_table(results), render_states.caption(results)]
     if "scenarios" in results:
         scenarios = results["scenarios"]
         paragraphs["scenarios"] = [

@@ -191,9 +191,11 @@ def preset_formats(preset: str) -> LayerFormats:
 def latent_formats(where: str, formats: LayerFormats, rank: int) -> LayerFormats:
     """What the formats of a layer mean where it keeps latents (MLA): those of the latent and of the rope part.
 
-    A latent is what keys and values of all heads are made of, so it has one format. It needs no smoothing and no
-    centre: its channels are those of a norm, and a rotation spreads them. With 4 bits, groups of 128 channels have a
-    scale and a zero each, and the rope part keeps 8 bits: it is an eighth of the channels and its numbers are larger.
+    A latent is what keys and values of all heads are made of, so it has one format. Caches do not centre or smooth it:
+    its channels are those of a norm, a rotation spreads them, and where they are uneven, `smooth_attention` scales the
+    weights. With 4 bits, groups of 128 channels have a scale and a zero each, and the rope part keeps 8 bits: it is an
+    eighth of the channels and its numbers are larger. Next to latents of 8 bits it costs most: on the twin of the
+    reference model that keeps latents, `int8` has a divergence of 0.00062, and 0.00014 with a dense rope part.
 
     Args:
         where: Begins the message.

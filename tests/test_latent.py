@@ -32,6 +32,7 @@ from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.presets import latent_formats, preset_formats
 from hf_kvquant.report import _served_over_latents
 from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.tally import _log_fallback
 from hf_kvquant.upstream.releases import cache_of, with_cache
 from hf_kvquant_evals.perplexity.gate import Gate
@@ -422,3 +423,15 @@ def test_perplexity_is_measured() -> None:
     assert bits == {"none": 16.0, "int8": 8.4, "int4": 5.4}  # of 64 + 16 channels, with 2 or 3 numbers of 16 bits
     gate = Gate(model, torch.randint(3, 90, (1, 128)), configs)
     gate.check_counting()
+
+
+def test_latents_without_a_kernel_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of float32 models on GPUs."""
+    monkeypatch.setattr(LayerStore, "serves_latent", lambda *args: False)
+    model = models.family("minicpm3")
+    Gate(model, torch.randint(3, 90, (1, 128)), {"int8": KVQuantConfig.from_preset("int8")}).check_counting()
+    cache = KVQuantCache(model.config, "int8")
+    with patched(model, "int8"):
+        greedy(model, left_padded(), 4, **with_cache(cache))
+    # Each of 3 steps after a prompt of 9 tokens reads all tokens, itself included, in each layer and sequence.
+    assert cache.pairs_dequantized == 3 * len(cache.layers) * (10 + 11 + 12)

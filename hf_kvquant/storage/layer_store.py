@@ -622,6 +622,11 @@ class LayerStore:
         if self.tally.pairs_read is not None and not torch.compiler.is_compiling():
             self.tally.pairs_read += self.batch * causal_pairs(self.length, self.length - q_len, window)
 
+    def note_dequantized(self, q_len: int) -> None:
+        """Count a step over latents that PyTorch attended to, dequantised, as nothing else was to be had."""
+        if not self.is_static and not torch.compiler.is_compiling():
+            self.tally.pairs_dequantized += self.batch * causal_pairs(self.length, self.length - q_len)
+
     def query_offset(self, q_len: int) -> int | Tensor:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static layer."""
         return self.lengths[0] - q_len if self.is_static else self.length - q_len
