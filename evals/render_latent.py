@@ -94,7 +94,7 @@ def quality_caption(results: Mapping[str, dict[str, Any]]) -> str:
     return (
         "KL divergence from the cache without codes, nats a token. The model is a twin of the reference model with "
         "latents of 256 channels and rope parts of 32, trained on 22 million tokens "
-        "([reference model](../evals/reference_model/README.md)). It reads "
+        "(`evals/reference_model/README.md`). It reads "
         f"{first['scored_tokens']:,} tokens of WikiText-2 behind {first['n0']} in chunks of {first['chunk']}. "
         "*Uneven*: channels multiplied by log-normal factors, and `kv_b_proj` divided by them; *smoothed*: after "
         f"`smooth_attention` ({files})."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import tolerances
 import torch
 from models import ReferenceCache, greedy, left_padded, logits
 from peft import LoraConfig, get_peft_model
+from test_preflight import text
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -29,6 +31,7 @@ import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.attention.latent import largest_absorbed
 from hf_kvquant.models.latent import latent_attentions
+from hf_kvquant.preflight.verdict import Preflight, PreflightError, name_of
 from hf_kvquant.presets import latent_formats, preset_formats
 from hf_kvquant.report import _served_over_latents
 from hf_kvquant.spec.formats import KVFormat
@@ -404,14 +407,53 @@ def test_modules_of_another_form_are_refused() -> None:
         )
 
 
-def test_the_preflight_is_refused() -> None:
-    model = models.family("deepseek_v3")
-    with pytest.raises(NotImplementedError) as raised:
-        hf_kvquant.run_preflight(model)
-    assert str(raised.value) == (
-        "run_preflight: `model` must keep keys and values per head, got DeepseekV3ForCausalLM, which keeps latents "
-        "(MLA). smooth_attention evens out their channels, and `hf-kvquant eval` measures a preset."
+def preflight(model: Any, *args: Any, **options: Any) -> Preflight:
+    result: Preflight = hf_kvquant.run_preflight(
+        model, *args, tokenizer=models.tokenizer(), texts=[text()], progress=False, **options
     )
+    return result
+
+
+def test_a_preflight_picks_presets_that_latents_can_have() -> None:
+    model = models.family("minicpm3")  # without experts, whose choice would make a cost out of a rounding
+    result = preflight(model)
+    assert {name_of(layer.formats) for layer in result.layers} == {"int4"}
+    assert result.kld is not None and result.bits is not None and 4 < result.bits < 8
+    report = result.report()
+    assert "Latents and rope parts take" in report and "head_dim" not in report
+    # The budget is for the bytes of latents and rope parts.
+    within = preflight(model, bits=8.5)
+    assert within.bits is not None and within.bits <= 8.5
+
+
+def test_a_preflight_knows_uneven_latents() -> None:
+    model = models.stretch(models.build("deepseek_v3", **models.FAMILIES["deepseek_v3"].options), layer=1)
+    for result in (preflight(model, "int4"), hf_kvquant.run_preflight(model, "int4", measure=False)):
+        even, uneven = result.layers
+        assert not even.findings
+        [finding] = uneven.findings
+        assert (finding.signal, finding.is_harmful) == ("latent channels", False)
+        assert re.fullmatch(r"latents with uneven channels, squared errors \S+ times as large, limit 2", finding.detail)
+    assert result.approved() == result.config
+
+
+def test_a_preflight_names_presets_that_latents_cannot_have() -> None:
+    with pytest.raises(ValueError) as raised:
+        preflight(models.family("deepseek_v3"), presets=["k8v4"])
+    assert str(raised.value) == (
+        "run_preflight: `presets` must include one that fits layer 0, got ['k8v4']: run_preflight: `key` and `value` "
+        "must have one storage type in a layer that keeps latents (MLA), got int8 and int4: a latent is the key and "
+        "the value of a token at once. Choose the preset int8, fp8 or int4. Add 'none'."
+    )
+
+
+def test_a_preflight_of_weights_that_are_not_numbers() -> None:
+    model = models.build("deepseek_v3", **models.FAMILIES["deepseek_v3"].options)
+    for module in latent_attentions(model):
+        module.kv_b_proj = type("Packed", (nn.Linear,), {})(module.kv_lora_rank, module.kv_b_proj.out_features, False)
+    result = hf_kvquant.run_preflight(model, "int4", measure=False)
+    with pytest.raises(PreflightError, match="latent channels unknown: its weights are quantised or not in memory"):
+        result.approved()
 
 
 def test_perplexity_is_measured() -> None:

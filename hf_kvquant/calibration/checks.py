@@ -35,6 +35,6 @@ def check_decoder(model: PreTrainedModel, where: str, *, are_latents_served: boo
     if keeps_latents(text_config) and not are_latents_served:
         raise NotImplementedError(
             f"{where}: `model` must keep keys and values per head, got {type(model).__name__}, which keeps latents "
-            "(MLA). smooth_attention evens out their channels, and `hf-kvquant eval` measures a preset."
+            "(MLA). Caches rotate these by themselves. Leave it as it is."
         )
     check_whole(model, where)

@@ -23,8 +23,11 @@ from ..calibration.checks import check_decoder
 from ..common.errors import did_you_mean
 from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig, LayerFormats
+from ..models.latent import latent_sizes
 from ..models.probing import evaluating, in_float32
+from ..models.text_config import text_config_of
 from ..patching import check_patchable, patched
+from ..presets import latent_formats
 from ..spec.layout import KVLayout, Shape
 from ..transforms.of_model import key_transforms
 from .budget import cheapest
@@ -117,7 +120,7 @@ def run_preflight(
     if presets is None:
         presets = LADDER if bits is None else BUDGETED
     rungs = _checked(presets, max_kld, tokenizer, texts, where)
-    check_decoder(model, where)
+    check_decoder(model, where, are_latents_served=True)
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
     with show_progress(where, is_shown=progress) as tell, torch.no_grad(), evaluating(model), patched(model, "none"):
         tell(doing="weights")
@@ -248,7 +251,8 @@ class _Check:
             ValueError: No combination of presets keeps the budget, or the texts cannot be read.
         """
         configs = self.rungs.values() if given is None else [given]
-        formats = [config.formats(index) for config in configs for index in self.signals]
+        named = [(index, config.formats(index)) for config in configs for index in self.signals]
+        formats = [each for index, each in named if not self._why_unusable(index, each)]
         try:
             self.stored = stored_shapes(self.model)
             if self.budget is not None:
@@ -443,7 +447,8 @@ class _Check:
         """Bytes that a token takes in a layer in these formats, scales and zeros included, and how many numbers."""
         shape, dtype = self.stored[index]
         _, num_kv_heads, *head_dims = shape
-        num_bytes = KVLayout(formats.key, formats.value).bytes_per_token(shape, self.stored_as or dtype)
+        kept = self._kept(index, formats)
+        num_bytes = KVLayout(kept.key, kept.value).bytes_per_token(shape, self.stored_as or dtype)
         return num_bytes, num_kv_heads * sum(head_dims)
 
     def bits(self, config: KVQuantConfig) -> float | None:
@@ -462,25 +467,36 @@ class _Check:
             **{field.name: getattr(most, field.name) for field in dataclasses.fields(most)}, layers=others
         )
 
-    def _usable(self, index: int) -> list[LayerFormats]:
-        """The presets' formats that fit a layer's head_dim."""
+    def _kept(self, index: int, formats: LayerFormats) -> LayerFormats:
+        """What formats mean in a layer: of latents and rope parts where it keeps these."""
+        sizes = latent_sizes(text_config_of(self.model).per_layer_config[index])
+        return formats if sizes is None else latent_formats(self.where, formats, sizes[0])
+
+    def _why_unusable(self, index: int, formats: LayerFormats) -> str:
+        """Why a layer cannot have formats; empty if it can."""
         head_dim = self.signals[index].head_dim
-        found, reason = [], ""
-        for config in self.rungs.values():
-            formats = config.formats(index)
-            try:
-                if head_dim is not None:
-                    formats.key.num_groups(head_dim)
-                    formats.value.num_groups(head_dim)
-                found.append(formats)
-            except ValueError as error:
-                reason = str(error)
+        try:
+            kept = self._kept(index, formats)
+            if head_dim is not None:
+                kept.key.num_groups(head_dim)
+                kept.value.num_groups(head_dim)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _usable(self, index: int) -> list[LayerFormats]:
+        """The presets' formats that a layer can have, those that mean the same there only once."""
+        reasons = {name: self._why_unusable(index, rung.formats(index)) for name, rung in self.rungs.items()}
+        found: dict[LayerFormats, LayerFormats] = {}
+        for name, rung in self.rungs.items():
+            if not reasons[name]:
+                found.setdefault(self._kept(index, rung.formats(index)), rung.formats(index))
         if not found:
             raise ValueError(
-                f"{self.where}: `presets` must include one that fits layer {index}, got {list(self.rungs)}: {reason} "
-                "Add 'none'."
+                f"{self.where}: `presets` must include one that fits layer {index}, got {list(self.rungs)}: "
+                f"{[*reasons.values()][-1]} Add 'none'."
             )
-        return found
+        return [*found.values()]
 
     def remedies(self, config: KVQuantConfig, problems: Iterable[Finding]) -> dict[int, LayerFormats]:
         """Per layer with a problem, the first good enough formats: its own with the usual transforms, or a preset's.

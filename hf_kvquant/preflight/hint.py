@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..cache.support import formats_of, other_caches
 from ..calibration.layout import latent_layouts
-from ..calibration.origins import FLOATS, Output, rule_of
+from ..calibration.origins import Output, rule_of
 from ..calibration.smoothing import is_smoothed
 from ..calibration.smoothing_file import numbered
 from ..config import KVQuantConfig
@@ -29,16 +29,13 @@ from ..spec.key_transform import KeyTransform
 from ..state import notes_on
 from ..transforms.centering import NUM_POSITIONS
 from ..transforms.of_model import transforms_of
-from .signals import SHAPES, Finding, KeySignals
+from .signals import SHAPES, UNEVEN, Finding, KeySignals, is_readable, latent_growth
 from .verdict import measured
 
 logger = logging.getLogger(__name__)
 
 # Columns of a projection that row norms are taken of. Of 4,096 columns, 512 give norms that are 3 % off.
 MOST_COLUMNS = 512
-# How many times as large squared errors of latents may be as with even channels: half a bit of each number. Training by
-# itself left 1.05 at most (the twin of evals/reference_model that keeps latents).
-UNEVEN = 2.0
 
 
 def tell(model: PreTrainedModel, config: KVQuantConfig) -> None:
@@ -79,15 +76,9 @@ def _tell_of_latents(model: PreTrainedModel, config: KVQuantConfig) -> None:
     """Log one line if the channels of latents (MLA) are uneven, and rounding errors are larger for it."""
     formats, grown = formats_of(text_config_of(model), config), dict[int, float]()
     for index, layout in latent_layouts(model).items():
-        sides = layout.key, layout.query
-        norm, projection = modules = [cast(Any, model.get_submodule(side.name)) for side in sides]
-        is_integer = index in formats and formats[index].key.storage in INTEGER_BITS
-        if not is_integer or type(projection) is not nn.Linear or not all(map(_is_readable, modules)):
-            continue
-        size = norm.weight.detach().float().abs()
-        column = projection.weight.detach().float().norm(dim=0)
-        # Squared error of codes that are rotated, over that with the factors of `calibration/latent_search.py`.
-        grown[index] = float(size.square().sum() * column.square().sum() / (size * column).sum().square())
+        growth = latent_growth(model, layout)
+        if index in formats and formats[index].key.storage in INTEGER_BITS and growth is not None:
+            grown[index] = growth
     uneven = [index for index, growth in grown.items() if growth > UNEVEN]
     if uneven:
         notes_on(model).has_hint = True
@@ -131,7 +122,7 @@ def _signals(
     """The signals of a layer, as far as its weights are plain numbers in memory; `None` if they are not."""
     projection, norm = _part(attention, "k_proj"), _part(attention, "k_norm")
     before = _part(layer, "input_layernorm")
-    if not all(map(_is_readable, filter(None, (projection, norm, before)))):
+    if not all(map(is_readable, filter(None, (projection, norm, before)))):
         return None
     configs = text_config_of(model).per_layer_config
     if index >= len(configs):  # of another part, which counts its own layers
@@ -176,14 +167,6 @@ def _part(module: nn.Module, name: str) -> Any:
     """The module of a name in another one; `None` if there is none."""
     part = getattr(module, name, None)
     return part if isinstance(part, nn.Module) else None
-
-
-def _is_readable(module: nn.Module) -> bool:
-    is_offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)
-    return not is_offloaded and all(
-        not parameter.is_meta and type(parameter.data) is Tensor and parameter.dtype in FLOATS
-        for parameter in module.parameters()
-    )
 
 
 def _offset(norm: Any) -> int:

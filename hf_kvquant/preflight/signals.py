@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..attention.observation import observations
 from ..cache.support import other_caches
-from ..calibration.layout import find_layouts
-from ..calibration.origins import Scalable
+from ..calibration.layout import LayerLayout, find_layouts, latent_layouts
+from ..calibration.origins import FLOATS, Scalable
 from ..config import KVQuantConfig, LayerFormats
+from ..models.latent import keeps_latents
 from ..models.layers import layers_of
 from ..models.probing import arbitrary_ids
 from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..presets import FEW_BITS
+from ..spec.codes import INTEGER_BITS
 from ..spec.key_transform import KeyTransform
 from ..transforms.centering import bias_centers
 
@@ -48,6 +50,10 @@ CHANNEL_SCALES_LIMIT = 12.0
 MIN_HEAD_DIM = 128
 MIN_ROTATED = 32
 SHAPES = ("head_dim", "rotation")  # the signals about these two
+
+# How many times as large squared errors of latents (MLA) may be as with even channels: half a bit of each number.
+# Training by itself left 1.05 at most (the twin of evals/reference_model that keeps latents).
+UNEVEN = 2.0
 
 NUM_TOKENS = 8  # arbitrary tokens on which the spread of keys is measured
 
@@ -84,6 +90,8 @@ class KeySignals:
     channel_ratio: float | None
     channel_source: str | None  # which of the two: `"gains"` or `"rows"`
     unknown: Mapping[str, str]  # per unknown signal, the reason
+    is_latent: bool = False  # whether it keeps latents (MLA), which have none of the signals of keys
+    growth: float | None = None  # `latent_growth` of such a layer
 
     def bias_ratio(self, center: Tensor | None) -> float | None:
         """The constant that a centre leaves in keys, over what varies in them, in the worst head."""
@@ -99,6 +107,10 @@ class KeySignals:
     def findings(self, formats: LayerFormats, transform: KeyTransform | None) -> list[Finding]:
         """The signals that exceed their limits if the layer is stored in these formats, under this transform."""
         key = formats.key
+        if self.growth is not None and self.growth > UNEVEN and key.storage in INTEGER_BITS:
+            detail = f"latents with uneven channels, squared errors {self.growth:.3g} times as large, limit {UNEVEN:g}"
+            remedy = "Even them out (hf_kvquant.smooth_attention)"
+            return [Finding(self.layer_idx, "latent channels", self.growth, UNEVEN, detail, remedy, False)]
         transform = transform or KeyTransform()
         has_channel_scales = key.granularity == "channel"  # with zeros, which take the constant away
         if not key.is_quantized or (has_channel_scales and not transform.is_rotated):
@@ -145,6 +157,8 @@ def read_signals(
     """
     text_config = text_config_of(model)
     left_out = other_caches(model, config)
+    if keeps_latents(text_config):
+        return _latent_signals(model), left_out
     biases, no_bias = _attempt(lambda: (bias_centers(model, 1), bias_centers(model)))
     keys, no_keys = _attempt(lambda: _arbitrary_keys(model))
     layouts, no_layout = _attempt(lambda: find_layouts(model, where=where))
@@ -178,6 +192,39 @@ def read_signals(
             index, num_kv_heads, num_q_per_kv, head_dim, bias, bias_center, spread, ratio, source, unknown
         )
     return signals, left_out
+
+
+def _latent_signals(model: PreTrainedModel) -> dict[int, KeySignals]:
+    found = {}
+    for index, layout in latent_layouts(model).items():
+        growth = latent_growth(model, layout)
+        unknown = {} if growth is not None else {"latent channels": "its weights are quantised or not in memory"}
+        of_keys: dict[str, Any] = {field.name: None for field in dataclasses.fields(KeySignals)}
+        of_latents = {"layer_idx": index, "unknown": unknown, "is_latent": True, "growth": growth}
+        found[index] = KeySignals(**{**of_keys, **of_latents})
+    return found
+
+
+def latent_growth(model: PreTrainedModel, layout: LayerLayout) -> float | None:
+    """How many times as large squared errors of rotated latents are as with the factors of `latent_search.py`.
+
+    `None` if weights are quantised or not in memory.
+    """
+    norm, projection = modules = [cast(Any, model.get_submodule(side.name)) for side in (layout.key, layout.query)]
+    if type(projection) is not nn.Linear or not all(map(is_readable, modules)):
+        return None
+    size = norm.weight.detach().float().abs()
+    column = projection.weight.detach().float().norm(dim=0)
+    return float(size.square().sum() * column.square().sum() / (size * column).sum().square())
+
+
+def is_readable(module: nn.Module) -> bool:
+    """Whether the parameters of a module are plain numbers in memory."""
+    is_offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)
+    return not is_offloaded and all(
+        not parameter.is_meta and type(parameter.data) is Tensor and parameter.dtype in FLOATS
+        for parameter in module.parameters()
+    )
 
 
 def _attempt(read: Callable[[], Found]) -> tuple[Found | None, str]:

@@ -210,7 +210,8 @@ class Preflight:
 
     def notes(self) -> list[str]:
         """The notes below the table, one per line."""
-        shapes = {(layer.signals.head_dim, layer.signals.num_q_per_kv) for layer in self.layers}
+        signals = [layer.signals for layer in self.layers]
+        shapes = {(each.head_dim, each.num_q_per_kv) for each in signals if not each.is_latent}
         notes = [
             f"head_dim {'unknown' if head_dim is None else head_dim}, "
             f"{'an unknown number of' if ratio is None else ratio} query heads per key-value head."
@@ -218,7 +219,8 @@ class Preflight:
         ]
         if self.bits is not None:
             allowed = "" if self.budget is None else f", of {self.budget:g} allowed"
-            notes.append(f"Keys and values take {self.bits:.4g} bits per number on average{allowed}.")
+            kept = "Latents and rope parts" if any(each.is_latent for each in signals) else "Keys and values"
+            notes.append(f"{kept} take {self.bits:.4g} bits per number on average{allowed}.")
         if self.cost is not None:
             notes.append(self.described_cost())
         elif self.unmeasured:
@@ -261,11 +263,12 @@ def _calibration_of(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def cells(layer: LayerCheck) -> tuple[str, str, str]:
-    """Key bias, channels and divergence of a layer, as tables show them; `?` if unknown."""
+    """Key bias, channels and divergence of a layer, as tables show them; `?` if unknown, `-` if none."""
     bias, channels = layer.signals.bias_ratio(None), layer.signals.channel_ratio
+    missing = "-" if layer.signals.is_latent else "?"
     return (
-        "?" if bias is None else f"{bias:.2f}",
-        "?" if channels is None else f"{channels:.1f}",
+        missing if bias is None else f"{bias:.2f}",
+        missing if channels is None else f"{channels:.1f}",
         "-" if layer.kld is None else f"{layer.kld:.1e} ± {layer.error or 0:.0e}",
     )
 
