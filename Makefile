@@ -154,12 +154,13 @@ lint: $(PACKAGES)  ## check errors and format with ruff, and that imports point 
 	$(BIN)/ruff format --check .
 	PYTHONPATH=evals $(BIN)/lint-imports --no-logo
 
-lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## validate workflows, issue forms and CITATION.cff, and audit the workflows
+lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## validate workflows, issue forms, CITATION.cff and Containerfile, and audit the workflows
 	$(call step,checking schemas,check() { $(WORKFLOW_TOOLS)/bin/check-jsonschema --builtin-schema vendor.$$@; } && \
 	    check github-workflows .github/workflows/*.yml && \
 	    check github-issue-config .github/ISSUE_TEMPLATE/config.yml && \
 	    check github-issue-forms $(ISSUE_FORMS) && check citation-file-format CITATION.cff)
 	$(call step,auditing the workflows,$(WORKFLOW_TOOLS)/bin/zizmor --offline --quiet .github)
+	$(call step,checking the Containerfile,$(WORKFLOW_TOOLS)/bin/hadolint Containerfile)
 
 format: $(PACKAGES)  ## let ruff fix and format
 	$(BIN)/ruff check --fix .
