@@ -33,6 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
+from hf_kvquant.cache.states import tensors_of
 from hf_kvquant.graphs import capture
 from hf_kvquant.graphs.capture import StepRunner
 from hf_kvquant.state import Captures, notes_on
@@ -232,6 +233,30 @@ def test_states_come_from_the_pool(stateful: Any) -> None:
         output = stateful.generate(**placed, max_new_tokens=NEW_TOKENS, do_sample=False)
         compare.assert_same(output, sequences.cpu(), "sequences")
     assert steps_of(stateful) == 1
+    unpatch(stateful)
+
+
+def test_copies_have_states_of_their_own(stateful: Any) -> None:
+    """A pool must not come along: it holds the buffers of the model's next cache."""
+    options = {"return_dict_in_generate": True, "max_new_tokens": 4}
+    patch(stateful, {**INT4, "capture": True})
+    placed = {name: value.to(stateful.device) for name, value in left_padded().items()}
+    output = stateful.generate(**placed, do_sample=False, **options)
+    cache = cache_of(output)
+    copied = copy.deepcopy(cache)
+    for layer, other in zip(cache.layers, copied.layers, strict=True):
+        states, others = list(tensors_of(layer)), list(tensors_of(other))
+        assert getattr(other, "pool", None) is None and len(states) == len(others)
+        for state, copied_state in zip(states, others, strict=True):
+            compare.assert_same(copied_state, state.cpu(), "state")
+            assert state.data_ptr() != copied_state.data_ptr()
+    longer = torch.cat([output.sequences, output.sequences[:, -3:]], dim=1)
+    mask = torch.cat([placed["attention_mask"], torch.ones_like(longer)], dim=1)[:, : longer.shape[1]]
+    ends = [
+        stateful.generate(longer, attention_mask=mask, do_sample=False, max_new_tokens=4, **with_cache(each))
+        for each in (cache, copied)
+    ]
+    compare.assert_same(ends[1], ends[0].cpu(), "sequences")
     unpatch(stateful)
 
 

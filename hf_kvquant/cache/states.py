@@ -45,6 +45,10 @@ class PooledStates(LinearAttentionLayer):
             if self.pool is not None and like is not None and new is not None:
                 states[state_idx] = self._pooled(self.pool, (self.name, kind, state_idx), new)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have states of their own and no pool."""
+        return {**self.__dict__, "pool": None}
+
     def _pooled(self, pool: BufferPool, use: Hashable, new: Tensor) -> Tensor:
         # A tensor created in inference mode cannot be written outside of it.
         kind = (new.shape, new.dtype, new.device, torch.is_inference_mode_enabled())
