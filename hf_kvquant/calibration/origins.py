@@ -73,8 +73,7 @@ class Scalable:
         return weight.detach() if self.rule == "rows" else weight.detach().mT
 
     def per_feature(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """One value per feature (features int64, values float32) from one per channel. A feature's channels must
-        agree."""
+        """Features, int64, and their values, float32, from one value per channel. A feature's channels must agree."""
         features, first = torch.unique(self.index.flatten(), return_inverse=True)
         return features, torch.empty(len(features)).scatter_(0, first, values.flatten().float())
 
