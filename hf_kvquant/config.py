@@ -179,8 +179,8 @@ class KVQuantConfig(Formats):
         - `preset`: a name from `PRESETS`.
         - `key`, `value`: a storage type's name or a dictionary of `KVFormat` fields; overrides that side of the preset.
         - `transforms`: a list of names; by default they follow from the keys.
-        - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; by default those
-          of the preset, if it has any.
+        - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; by default the
+          preset's, if it has any.
         - `layers`: from layer index to a preset's name or a dictionary with `preset`, `key`, `value`, `transforms`,
           `sink_length`, `residual_length`. If the layer is quantised, the last two default to the values given for all
           layers, else to its preset's.

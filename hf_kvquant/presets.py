@@ -57,8 +57,8 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
     "fp8": (_FP8, _FP8),
 }
 # Dense tokens that belong to a preset, first and newest. All others attend to the first, and errors of the newest cost
-# most: on a real model, 4 + 28 of them take four fifths off the divergence of `int4-channel`, and nine tenths off that
-# of `k8v4` (docs/presets.md). 28 and not 32, since GPU kernels read 16 dense tokens at a time, and 4 + 28 are two times
+# most: on a real model, 4 + 28 of them cut the divergence of `int4-channel` by four fifths, and of `k8v4` by nine
+# tenths (docs/presets.md). 28 and not 32, since GPU kernels read 16 dense tokens at a time, and 4 + 28 are two times
 # 16. They make a decode step of `k8v4` 2 to 10 % longer (H200, 64 sequences of 8,192 and of 1,024 tokens). Two bits
 # need more: with none, `int2` diverges fifteen times as much as `int4-token` on the reference model (docs/recipes.md).
 _FOUR_AND_SOME = {"sink_length": 4, "residual_length": 28}

@@ -1,5 +1,5 @@
-// A linear layer with torchao's tile-packed int4 weights, for the few rows of a decode step. The result is bitwise that
-// of PyTorch's own kernel for these weights, aten::_weight_int4pack_mm: both multiply 16 inputs by one tensor core
+// A linear layer with torchao's tile-packed int4 weights, for the few rows of a decode step. The result is bitwise the
+// same as from PyTorch's own kernel for them, aten::_weight_int4pack_mm: both multiply 16 inputs by one tensor core
 // instruction, add the products of a warp one by one in float32, and then the sums of eight warps in order. A captured
 // step may therefore use either.
 //
