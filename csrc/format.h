@@ -184,7 +184,7 @@ KVQ_ON_DEVICE inline int rotation_block(int head_dim) { return head_dim & -head_
 
 // What an append and attention have in common.
 struct CacheParams {
-  int batch, num_kv_heads, q_len, capacity;  // q_len: new tokens, or the query's
+  int batch, num_kv_heads, q_len, capacity;  // q_len: new tokens, or tokens of the query
   Side key_side, value_side;
   KeyTransform key_transform;  // of the keys in the planes
   const int32_t* lengths;      // [batch]; include the new tokens

@@ -63,7 +63,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     before = text_config_of(model)._attn_implementation
     prev = "sdpa" if model._supports_sdpa else "eager"
     ALL_ATTENTION_FUNCTIONS[NAME] = functools.partial(_attention, prev=prev, observer=observer)
-    # transformers makes masks only for globally registered implementations, not for one registry object's.
+    # transformers makes masks only for implementations that are registered globally, not in one registry object.
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[prev])
     try:
         with evaluating(model), torch.no_grad(), contextlib.ExitStack() as stack:

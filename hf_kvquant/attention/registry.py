@@ -42,7 +42,7 @@ _KNOWN = _IGNORED | _SERVED | _REFUSED
 _NEVER_REFUSED = _IGNORED | _SERVED
 
 
-# Decoders that join the masks of their tokens and the encoder's, so that their own has to be a tensor.
+# Decoders that join the mask of their tokens to the encoder's mask, so that it has to be a tensor.
 _JOIN_MASKS = ("t5gemma2_decoder",)
 
 

@@ -257,7 +257,7 @@ class PageAllocator(FullAttentionCacheAllocator):
         return noted[1]
 
     def row_of(self, blocks: list[int], tail_from: int = 0) -> Tensor:
-        """A row of a page table, `[columns]` int32, from blocks, the tail's first."""
+        """A row of a page table, `[columns]` int32, from blocks, the block of the tail first."""
         tails, pages = blocks[: self.num_tails], blocks[self.num_tails :]
         return torch.tensor([*tails, *([tail_from] if tails else []), *pages], dtype=torch.int32)
 

@@ -253,7 +253,7 @@ class Manager(ContinuousBatchingManager):
         except BaseException:
             self._restore_attention(model)
             raise
-        # transformers resolves it to 0 for every attention except the flash-attention package's.
+        # transformers resolves it to 0 for every attention except the flash-attention package.
         self.continuous_batching_config.max_blocks_per_request = max_blocks_of(model, resolved, workload_hints)
         self.logit_processor.supported_keys[KEY] = Sampling
         self.grammars: Grammars | None = None

@@ -138,7 +138,7 @@ class KVQuantLayer(CacheLayerMixin):
         else:
             storage.extend(*_in_one_dtype(key_states, value_states))
         if is_first_chunk:
-            # Later chunks get `starts` from attention. The mask may be on another device: the first layer's.
+            # Later chunks get `starts` from attention. The mask may be on another device, where the first layer is.
             starts = self.notes.starts
             storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
@@ -331,7 +331,7 @@ class KVQuantHybridLayer(KVQuantLayer, PooledStates, LinearAttentionAndFullAtten
     """
 
     holds_state = True
-    # The state's, as in transformers' class, which assigns them.
+    # The dtype and device of the state, as in transformers' class, which assigns them.
     dtype: torch.dtype | None = None  # type: ignore[assignment]
     device: torch.device | None = None  # type: ignore[assignment]
 

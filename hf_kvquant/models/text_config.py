@@ -41,7 +41,7 @@ def decoder_part(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`decoder_part`, or a copy of it, in which the numbers of layers and heads are the decoder's.
+    """`decoder_part`, or a copy of it, with the decoder's numbers of layers and heads.
 
     transformers renames what begins with "decoder", but only in an encoder-decoder: not in a decoder that is a model by
     itself, such as BartForCausalLM. And it leaves T5's and ProphetNet's number of layers to the encoder's.

@@ -35,7 +35,7 @@ def transforms_of(model: PreTrainedModel) -> ModelTransforms:
 
 
 def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) -> None:
-    """Set the centres, such as calibration's, for the caches that a model makes from now on.
+    """Set the centres, such as from calibration, for the caches that a model makes from now on.
 
     They are `[num_kv_heads, head_dim]` float32, by layer index. `None` removes them; the next cache that needs centres
     finds them in the biases again. Pass `None` after changing the weights.

@@ -65,7 +65,7 @@ class Blocks {
     });
   }
 
-  // Scores of a step, plus `base`. Factors count codes in units of their low nibbles. `constants` are the query rows'.
+  // Scores of a step, plus `base`. Factors count codes in units of their low nibbles. `constants` belong to query rows.
   // Scores of codes lack them, so they are subtracted from dense scores.
   __device__ __forceinline__ void score(const DecodeParams& params, const Segment& segment, const float* constants,
                                         const unsigned char* stage, int step, const float (&factor)[kColumns],

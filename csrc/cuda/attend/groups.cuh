@@ -25,7 +25,7 @@ class Groups {
   static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
   static constexpr int kColumnTiles = Shape::kColumnTiles, kColumnsPerTile = Shape::kColumnsPerTile;
   static constexpr int kNumGroups = Shape::kNumGroups, kQuads = GroupedQueryOperands<Shape>::kQuads;
-  static constexpr int kWordBytes = kHalves * 2;  // scales of a slot: word i holds tile i's, halves 0 and 1
+  static constexpr int kWordBytes = kHalves * 2;  // scales of a slot: word i is for tile i, halves 0 and 1
   using Operand = uint32_t[kTiles][kNumGroups][kColumnTiles][2];
 
  public:

@@ -342,7 +342,7 @@ class Pipeline {
   }
 
   // Copies the scales and zeros of the step's block, which is at `row`, with pages in the one that in_page calls `page`.
-  // An unfinished block's are not read.
+  // The unfinished block's scales and zeros are not read.
   __device__ __forceinline__ void fill_block(int head_dim, uint32_t page, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
     const uint32_t block = row / kBlockSize;

@@ -8,7 +8,7 @@
 // length. Parts of a unit meet in the workspace, where the last one combines them (combine.cuh).
 //
 // The caller may deal the work by a split plan instead: each entry is a share of a sequence, long ones first, and
-// longer sequences have more shares. hf_kvquant/ops/planning.py makes it. Only kernels for pages take one.
+// a sequence's length sets its number of shares. hf_kvquant/ops/planning.py makes it. Only kernels for pages take one.
 //
 // Tried and no faster (H200, 2026-11): persistent thread blocks that fetch their next part and start its copies before
 // the last part is merged, and an even distribution of all steps, whatever the lengths: neither hides the fixed cost of

@@ -325,7 +325,7 @@ class WarpAttention {
   // The query row, within the tile, of a lane's column.
   __device__ __forceinline__ int row_of(int column) const { return Shape::row_of(column, t_); }
 
-  // Scales of this lane's tokens: word i holds tile i's, halves 0 and 1.
+  // Scales of this lane's tokens: word i is for tile i, halves 0 and 1.
   template <bool kHasZero>
   __device__ __forceinline__ void load_scales(const unsigned char* scales_at, const unsigned char* zeros_at,
                                               uint32_t (&scales)[kTiles], uint32_t (&zeros)[kTiles]) const {
