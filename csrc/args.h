@@ -35,7 +35,7 @@ Tensor with_contiguous_channels(const Tensor& x);
 // The cache without new tokens: q_len is 0.
 CacheParams cache_params(const CacheArgs& args);
 
-// New tokens, which an append writes to the planes. `query` are those of the same call; nullptr: there are none.
+// New tokens, which an append writes to the planes. `query`: queries of the same call; nullptr if there are none.
 AppendParams append_params(const CacheArgs& args, const CacheParams& cache, const Tensor& key, const Tensor& value,
                            const Tensor* query);
 
@@ -50,7 +50,7 @@ DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, cons
 DequantizeParams dequantize_params(const CacheParams& cache, int64_t begin, int64_t num_tokens, int64_t num_seen,
                                    int64_t dtype);
 
-// New keys and values of a decode: both or neither, as many tokens as the query has.
+// New keys and values of a decode: both or neither, with as many tokens as the query.
 void check_new_tokens(const char* where, const std::optional<Tensor>& key, const std::optional<Tensor>& value,
                       const Tensor& query);
 

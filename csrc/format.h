@@ -24,7 +24,7 @@ constexpr int kTailAlignment = 32;   // rows of a tail for newest tokens, with h
 constexpr int kTailColumns = 2;      // of a page table, before its pages; see reference.TailPages
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
 constexpr int kMaxCudaHeadDim = 256;  // above it, ops/kernels.py chooses the reference
-constexpr int kMaxCudaAppended = 512;  // channels of rows that kernels append, those of latents
+constexpr int kMaxCudaAppended = 512;  // channels of rows that kernels append, for latents
 constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3, int3 = 4, int2 = 5 };
@@ -88,10 +88,10 @@ enum class Dtype : int { fp32, fp16, bf16 };
 // The bits of a float16 number; CPUs and GPUs convert them in different ways.
 using half_bits = uint16_t;
 
-// Codes are unsigned and in natural channel order, so that crop, reorder and append are plain copies. Those of eight
+// Codes are unsigned and in natural channel order, so that crop, reorder and append are plain copies. Codes of eight
 // channels are one number, from the lowest bits up, whose lowest byte comes first: eight codes of b bits take b bytes.
 
-// Keys or values of one layer. Strides are in elements, except those of the codes. An axis of size 1 has stride 0, so
+// Keys or values of one layer. Strides are in elements, except the codes' strides. An axis of size 1 has stride 0, so
 // that every granularity is read in the same way.
 struct Side {
   Storage storage;
@@ -184,7 +184,7 @@ KVQ_ON_DEVICE inline int rotation_block(int head_dim) { return head_dim & -head_
 
 // What an append and attention have in common.
 struct CacheParams {
-  int batch, num_kv_heads, q_len, capacity;  // q_len: new tokens, or those of the query
+  int batch, num_kv_heads, q_len, capacity;  // q_len: new tokens, or tokens of the query
   Side key_side, value_side;
   KeyTransform key_transform;  // of the keys in the planes
   const int32_t* lengths;      // [batch]; include the new tokens
@@ -193,7 +193,7 @@ struct CacheParams {
   int residual_length;         // newest tokens that attention reads from the tails; 0: none
   bool is_ring;                // see row_of
   // [batch, capacity / page_rows], the page of each page_rows tokens of a sequence; nullptr: sequences have their own
-  // rows. With it, the first axis of the planes is that of the pages, and there are no rings or frozen scales.
+  // rows. With it, the first axis of the planes counts pages, and there are no rings or frozen scales.
   const int32_t* page_table;
   int page_table_stride;     // from one sequence to the next
   int page_rows, num_pages;  // page_rows is a multiple of kBlockSize
@@ -246,7 +246,7 @@ struct DecodeParams : CacheParams {
   // uses it.
   const int32_t* split_plan;
   int num_planned;
-  // Whether the newest q_len tokens, those of the query, are not stored yet, but given: attention of a chunk.
+  // Whether the newest q_len tokens, the query's own, are not stored yet, but given: attention of a chunk.
   bool is_chunk;
   // Whether keys are latents, which are values, too, and values are rope parts: scores are query · (latent, rope part).
   bool is_latent;

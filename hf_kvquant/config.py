@@ -38,7 +38,7 @@ _KEYS = ("backend", *SIDES, "layers", *_SWITCHES, "nbits", "q_group_size")
 class KVQuantConfig(Formats):
     """Settings of a model's quantised key-value cache.
 
-    `key`, `value`, `transforms`, `sink_length` and `residual_length` are those of `LayerFormats`, for every layer that
+    `key`, `value`, `transforms`, `sink_length` and `residual_length` are as in `LayerFormats`, for every layer that
     `layers` does not name.
 
     Attributes:
@@ -50,8 +50,8 @@ class KVQuantConfig(Formats):
             up, or the size of the buffers of an earlier call.
         capture: Whether `generate` of a patched model records the decode step as a CUDA graph without compiling it.
             Ready at once; on one GPU, or on the ranks of tensor parallelism. Implies `static`.
-        offloading: Whether the codes of a growing cache are kept in CPU memory. Each GPU holds those of two layers: the
-            one that attends and the next one, which is being fetched.
+        offloading: Whether the codes of a growing cache are kept in CPU memory. Each GPU holds the codes of two layers:
+            the one that attends and the next one, which is being fetched.
 
     Raises:
         TypeError, ValueError: A setting is not valid; the message names it, what was expected and what came.
@@ -179,11 +179,11 @@ class KVQuantConfig(Formats):
         - `preset`: a name from `PRESETS`.
         - `key`, `value`: a storage type's name or a dictionary of `KVFormat` fields; overrides that side of the preset.
         - `transforms`: a list of names; by default they follow from the keys.
-        - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; by default those
-          of the preset, if it has any.
+        - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; by default the
+          preset's, if it has any.
         - `layers`: from layer index to a preset's name or a dictionary with `preset`, `key`, `value`, `transforms`,
-          `sink_length`, `residual_length`. The last two default to those given for all layers if the layer is
-          quantised, else to those of its preset.
+          `sink_length`, `residual_length`. If the layer is quantised, the last two default to the values given for all
+          layers, else to its preset's.
         - `sliding`, `static`, `max_cache_len`, `capture`, `offloading`: as the attributes.
         - `backend`: must be ours; ignored.
         - `nbits` (8, 4, 3 or 2): transformers' spelling of presets `int8`, `int4` and `int2`, or of 3 bits.

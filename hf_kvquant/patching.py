@@ -5,8 +5,8 @@ had before. It also has four instance methods: `_prepare_cache_for_generation`, 
 `generate`, which looks whether that cache was used; `generate_batch`, which takes settings as arguments; and
 `init_continuous_batching`, which makes its manager. With `capture=True`, `generate` decodes in our loop, and
 `get_compiled_call` is one more, from which transformers' loops get the function that runs their steps. Models that drop
-their caches at a length have `prepare_inputs_for_generation` of ours. If a model's `generate` is that of a part, the
-part gets these methods, too.
+their caches at a length have `prepare_inputs_for_generation` of ours. If a model's `generate` calls the `generate` of a
+part, the part gets these methods, too.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def patch(
 
     So does continuous batching (`generate_batch`); models that it does not serve raise an error there. A cache that the
     user passes, `use_cache=False`, any other `cache_implementation` of transformers and assistant models work as
-    before. If a model's `generate` is that of a part, the part is patched, too. Patching again replaces the config.
-    A forward without `generate` and without a cache of ours is that of the unpatched model: it has no codes to read.
+    before. If a model's `generate` calls the `generate` of a part, the part is patched, too. Patching again replaces
+    the config.
+    A forward without `generate` and without a cache of ours works as in the unpatched model: it has no codes to read.
 
     With `static=True` the model keeps the buffers of a call until `unpatch`, so that the next call reuses them and the
     compiled steps. Steps captured with `capture=True` are kept, too. If weights, modules, hooks or adapters change, the

@@ -57,11 +57,10 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
     "fp8": (_FP8, _FP8),
 }
 # Dense tokens that belong to a preset, first and newest. All others attend to the first, and errors of the newest cost
-# most: on a real model, 4 + 28 of them take four fifths off the divergence of `int4-channel`, and nine tenths off that
-# of `k8v4` (docs/presets.md). 28 and not 32, since GPU kernels read 16 dense tokens at a time, and 4 + 28 are two times
+# most: on a real model, 4 + 28 of them cut the divergence of `int4-channel` by four fifths, and of `k8v4` by nine
+# tenths (docs/presets.md). 28 and not 32, since GPU kernels read 16 dense tokens at a time, and 4 + 28 are two times
 # 16. They make a decode step of `k8v4` 2 to 10 % longer (H200, 64 sequences of 8,192 and of 1,024 tokens). Two bits
-# need more: with none, the divergence of `int2` on the reference model is fifteen times that of `int4-token`
-# (docs/recipes.md).
+# need more: with none, `int2` diverges fifteen times as much as `int4-token` on the reference model (docs/recipes.md).
 _FOUR_AND_SOME = {"sink_length": 4, "residual_length": 28}
 _FOUR_AND_MANY = {"sink_length": 4, "residual_length": 128}
 PRESET_WINDOWS: dict[str, dict[str, int]] = {
@@ -71,7 +70,7 @@ PRESET_WINDOWS: dict[str, dict[str, int]] = {
     "int2": _FOUR_AND_MANY,
 }
 DEFAULT_PRESET = "int8"
-# Keys of so many bits or fewer suffer from biases and outlier channels, which the pre-flight looks for.
+# Keys of this many bits or fewer suffer from biases and outlier channels, which the pre-flight looks for.
 FEW_BITS = 4
 
 # The formats of keys and of values for which the user gives only a storage type: every one has such formats.
@@ -189,10 +188,10 @@ def preset_formats(preset: str) -> LayerFormats:
 
 
 def latent_formats(where: str, formats: LayerFormats, rank: int) -> LayerFormats:
-    """What the formats of a layer mean where it keeps latents (MLA): those of the latent and of the rope part.
+    """What the formats of a layer mean where it keeps latents (MLA): one for the latent, one for the rope part.
 
     A latent is what keys and values of all heads are made of, so it has one format. Caches do not centre or smooth it:
-    its channels are those of a norm, a rotation spreads them, and where they are uneven, `smooth_attention` scales the
+    its channels come from a norm, a rotation spreads them, and where they are uneven, `smooth_attention` scales the
     weights. With 4 bits, groups of 128 channels have a scale and a zero each, and the rope part keeps 8 bits: it is an
     eighth of the channels and its numbers are larger. Next to latents of 8 bits it costs most: on the twin of the
     reference model that keeps latents, `int8` has a divergence of 0.00062, and 0.00014 with a dense rope part.
@@ -203,7 +202,7 @@ def latent_formats(where: str, formats: LayerFormats, rank: int) -> LayerFormats
         rank: Channels of a latent.
 
     Returns:
-        `key` is the format of latents, `value` that of rope parts.
+        `key` is the format of latents, `value` the format of rope parts.
 
     Raises:
         ValueError: Keys and values are to be stored differently, or with fewer than 4 bits.
@@ -276,7 +275,7 @@ def layer_from(where: str, spelled: object, windows: Mapping[str, int]) -> Layer
 def layer_formats(where: str, data: Mapping[str, Any], windows: Mapping[str, int]) -> LayerFormats:
     """Formats from a dictionary with `SIDES`. `windows` do not apply to a layer that quantises nothing.
 
-    Windows in the dictionary go before `windows`, and these before those of a preset.
+    Windows in the dictionary take precedence over `windows`, which take precedence over a preset's.
     """
     data = _without_nbits(data)
     key, value = _grouped(*_sides(where, data), data.get("q_group_size"))

@@ -57,7 +57,7 @@ class LayerReport:
         reason: Why no compiled kernel does; empty if one does.
         fallbacks: By reason, how many steps so far attended to dequantised tensors. Compiled steps are not counted.
         reads: The layer whose keys and values this one reads, if it has none of its own. Formats, kernel and reason are
-            then those of that layer, which also counts the fallbacks.
+            then taken from that layer, which also counts the fallbacks.
     """
 
     layer_idx: int

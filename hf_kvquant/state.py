@@ -47,7 +47,7 @@ class Patch:
 class ModelTransforms:
     """Transforms that were set on a model. All tensors are `[num_kv_heads, head_dim]` float32, by layer index.
 
-    With tensor parallelism, the heads are all of the model's, or those of this rank.
+    With tensor parallelism, the heads are all of the model's, or only this rank's.
 
     Attributes:
         centers: `None` if none were set; centres of the key biases are used then.

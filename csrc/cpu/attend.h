@@ -157,7 +157,7 @@ void softmax_row(const DecodeParams& params, Row& row, float factor, float const
   row.sum = row.sum * row.rescale + sum_of(sum);
 }
 
-// Merges the softmax over other tokens, whose sums are `other_out`, into that of a row.
+// Merges the softmax over other tokens, whose sums are `other_out`, into the softmax of a row.
 void merge_row(const Row& other, const float* other_out, int value_dim, Row& row, float* out) {
   const float max = other.max > row.max ? other.max : row.max;
   const float base = max == -kInfinity ? 0.0f : max;
@@ -281,8 +281,8 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   };
   const Keys keys = keys_of(key_codes, has_blocks ? work.scaled_query : work.query);
   const Keys dense_keys = keys_of(key_tail, work.dense_query);
-  // Sums of rotated latents are rotated back before those of dense ones join them. So they need an order that knows no
-  // flawed codes, whose sums are kept with those of dense values.
+  // Sums of rotated latents are rotated back before sums of dense latents join them. So they need an order that knows
+  // no flawed codes, whose sums are kept with the sums of dense values.
   const auto* value_kernel = find_kernel(kValueKernels, value_side, task.num_rows, params.query.dtype);
   if (params.is_latent && value_kernel->restore != nullptr) value_kernel = &kTileValues;
   const auto* tail_kernel = find_kernel(kValueKernels, value_tail, task.num_rows, params.query.dtype);

@@ -28,7 +28,7 @@ inline int num_blocks_of(const Side& side) { return (row_bytes_of(side) + 63) / 
 
 // --- order of channels -----------------------------------------------------------------------------------------------
 
-// Restores natural order in a transposed block: interleaves vectors of even i, then those of odd i, then both.
+// Restores natural order in a transposed block: interleaves vectors of even i, then vectors of odd i, then both.
 template <int kM>
 inline void restore_order(const Float (&x)[kM], Float (&result)[kM]) {
   if constexpr (kM == 1) {

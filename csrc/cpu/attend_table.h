@@ -20,8 +20,8 @@ constexpr unsigned kAll = ~0u;  // all that codes.h reads
 constexpr int kAny = std::numeric_limits<int>::max();
 
 // What a kernel serves: `storages`, up to `max_channels` channels of which there are a multiple of `channels`, groups
-// whose codes fill a multiple of `group_bytes` bytes, and up to so many query rows of a 16-bit dtype, of float32, and
-// where a token has several scales.
+// whose codes fill a multiple of `group_bytes` bytes, and the most query rows in a 16-bit dtype, in float32, and where
+// a token has several scales.
 struct Serves {
   unsigned storages;
   int max_channels, channels, group_bytes;

@@ -80,7 +80,7 @@ struct Work {
   // block of granularity channel. The first two share memory without a transform.
   float *query, *dense_query, *scaled_query;
   float* query_sums;  // [kMaxRows, num_groups], of `query` over each group
-  // [kMaxRows]: logit = factor · (query · key) + constant. The constant is that of centred keys, softmax_scale · (query
+  // [kMaxRows]: logit = factor · (query · key) + constant. The constant comes from centred keys: softmax_scale · (query
   // · center); in block_constants also query · zero of a block.
   float *factors, *constants, *block_constants;
   float *key_scale, *key_zero, *value_scale, *value_zero;  // of one tile, [num_groups, kTile]

@@ -158,7 +158,7 @@ void keep_dense(const QuantizeTask& task, int b, int head) {
   for (int token = recent; token < length; ++token) copy(token);
 }
 
-// `transform` is that of keys, nullptr for values.
+// `transform` applies to keys; nullptr for values.
 void append_side(const Kernels& kernels, const AppendParams& params, const Dense& source, const Side& side,
                  const KeyTransform* transform) {
   if (transform != nullptr && is_identity(*transform)) transform = nullptr;

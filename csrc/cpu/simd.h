@@ -331,8 +331,8 @@ inline Float sum_each(const Float (&x)[kWidth]) {
 
 // --- codes and other number types ------------------------------------------------------------------------------------
 
-// e4m3 times 2^-8; callers multiply the scale by 2^8. The exponent of e4m3 has one bit less than that of float16, so
-// the seven lower bits moved up by seven are this number as a float16, subnormals included. Only NaN is a special case.
+// e4m3 times 2^-8; callers multiply the scale by 2^8. The exponent of e4m3 has one bit less than float16's, so the
+// seven lower bits moved up by seven are this number as a float16, subnormals included. Only NaN is a special case.
 inline Float load_fp8_scaled(const uint8_t* p) {
   const Words wide = load_words(p);
   // The shift to the right leaves two copies of the sign; the lower one is cleared.

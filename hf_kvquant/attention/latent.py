@@ -101,7 +101,7 @@ def attend_latent(
         starts: `[batch]` int32: first position that is not padding; `None` for 0.
         make_mask: Makes `[batch, 1, q_len, tokens]`: bool, True where a query sees a token, or added to the scores;
             `None` shows everything.
-        scaling: Multiplies query · key. The module's own: it is not that of a head_dim of the latent.
+        scaling: Multiplies query · key. The module's own, not one derived from the latent's size.
         is_causal: Whether the mask hides later tokens and padding before `starts`, and nothing else.
 
     Returns:

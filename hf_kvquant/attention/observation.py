@@ -63,7 +63,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     before = text_config_of(model)._attn_implementation
     prev = "sdpa" if model._supports_sdpa else "eager"
     ALL_ATTENTION_FUNCTIONS[NAME] = functools.partial(_attention, prev=prev, observer=observer)
-    # transformers makes masks only for globally registered implementations, not for those of one registry object.
+    # transformers makes masks only for implementations that are registered globally, not in one registry object.
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[prev])
     try:
         with evaluating(model), torch.no_grad(), contextlib.ExitStack() as stack:
@@ -78,7 +78,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 
 
 def observations(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> dict[int, list[Observation]]:
-    """What reaches attention in one forward, by layer index. `kwargs` are those of `models.probing.forward`."""
+    """What reaches attention in one forward, by layer index. `kwargs` go to `models.probing.forward`."""
     seen: dict[int, list[Observation]] = defaultdict(list)
     with observed(model, lambda observation: seen[observation.layer_idx].append(observation)):
         forward(model, input_ids, only_last=True, **kwargs)

@@ -42,7 +42,7 @@ _KNOWN = _IGNORED | _SERVED | _REFUSED
 _NEVER_REFUSED = _IGNORED | _SERVED
 
 
-# Decoders that join the mask of their tokens to that of the encoder's, so that it has to be a tensor.
+# Decoders that join the mask of their tokens to the encoder's mask, so that it has to be a tensor.
 _JOIN_MASKS = ("t5gemma2_decoder",)
 
 
@@ -94,7 +94,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
             model.set_attn_implementation({key: name})
             break
     else:
-        # The model's own config, or that of an encoder-decoder: one for both halves, of which `text_config` is a copy.
+        # The model's own config. An encoder-decoder has one for both halves, and `text_config` is a copy of it.
         model.set_attn_implementation(name)
         # T5 gives each half a copy of its config, of the same class, which transformers 5.17 does not update.
         config = model.config

@@ -184,7 +184,7 @@ def paged_attention(
 
     Raises:
         NotImplementedError: The model asks for something that attention over codes does not support.
-        RuntimeError: `cache` is not ours: the model was called while its attention is that of a manager.
+        RuntimeError: `cache` is not ours: the model was called while a manager has set its attention.
     """
     noted_cache, layer_idx = noted_on(key)
     cache = cache or noted_cache

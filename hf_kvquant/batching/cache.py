@@ -60,7 +60,7 @@ class PagedLayer:
 class PageAllocator(FullAttentionCacheAllocator):
     """Gives out blocks of our pages. All pages of a block have the size of the largest one.
 
-    With tails, the first block of a request is for these, and those of its tokens follow. transformers frees and
+    With tails, the first block of a request holds these, and the blocks of its tokens follow. transformers frees and
     offloads it with the others, but must not share it or take it for the first tokens. So a request that takes over
     blocks of another one reads their tokens as codes, also those that are in its own dense window, except sinks
     (`KeptSinks`). It can do so once a block has codes: with granularity channel, when it has left the window of the
@@ -108,7 +108,7 @@ class PageAllocator(FullAttentionCacheAllocator):
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool
     ) -> None:
-        """Make the planes of every layer over the cache's bytes. The number of a block is that of its pages."""
+        """Make the planes of every layer over the cache's bytes. A block and its pages have the same number."""
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
@@ -225,14 +225,14 @@ class PageAllocator(FullAttentionCacheAllocator):
         return copied, fresh
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
-        """See `CacheAllocator`. The first block of tokens is not that of the tail."""
+        """See `CacheAllocator`. The first block of tokens comes after the tail's block."""
         if self._began[request_id] < self._epoch:
             return
         with self._tokens_alone(request_id) as tail:
             blocks, known = self.block_table[request_id], self.ledger.block_to_hash
             unknown = {blocks[0]} - known.keys()
             super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
-            first = blocks[0]  # by now perhaps that of another request with the same tokens
+            first = blocks[0]  # by now perhaps from another request with the same tokens
             if self.sinks is not None and first in known and (first in unknown or self.sinks.get(first) is None):
                 self.sinks.keep(first, tail[0])
 
@@ -257,7 +257,7 @@ class PageAllocator(FullAttentionCacheAllocator):
         return noted[1]
 
     def row_of(self, blocks: list[int], tail_from: int = 0) -> Tensor:
-        """A row of a page table, `[columns]` int32, from blocks, that of the tail first."""
+        """A row of a page table, `[columns]` int32, from blocks, the block of the tail first."""
         tails, pages = blocks[: self.num_tails], blocks[self.num_tails :]
         return torch.tensor([*tails, *([tail_from] if tails else []), *pages], dtype=torch.int32)
 
@@ -317,7 +317,7 @@ class PagedCache(PagedAttentionCache):
         layers: All layers of the model that have keys and values, by index.
         device: Of the pages.
         supports_logits_to_keep: Whether the model computes only the logits that are sampled from.
-        ranks: The ranks of tensor parallelism. All of them get as many pages as the one with the fewest.
+        ranks: The ranks of tensor parallelism. All of them get the number of pages of the rank with the fewest.
         states: Of a request; `None` if no layer has a state.
 
     Attributes:
@@ -414,7 +414,7 @@ class PagedCache(PagedAttentionCache):
         return most
 
     def _sectors_of(self, count: int, num_tokens: int) -> int:
-        """Sectors for so many requests with so many tokens each."""
+        """Sectors for `count` requests with `num_tokens` tokens each."""
         pages = count * (self.allocator.num_tails + math.ceil(num_tokens / self.allocator.tokens_per_page))
         needs = [pages * self.allocator.bytes_per_block]
         if self.states is not None:

@@ -25,7 +25,7 @@ def init_continuous_batching(
     Settings that the config leaves out come from the model's own, as in generate. A kept manager serves the same
     settings only. Others get a new one.
 
-    Arguments and result are those of the method of transformers.
+    Arguments and result are as in transformers' method.
 
     Raises:
         ImportError, NotImplementedError, ValueError: The model or a setting is not served. The model is unchanged.
@@ -67,8 +67,8 @@ def generate_batch(
 ) -> Any:
     """Calls `ContinuousMixin.generate_batch`, with settings that are arguments, which it would drop (5.24).
 
-    Settings that neither has come from the model's own config, as in generate. Arguments and result are those of the
-    method of transformers.
+    Settings that neither has come from the model's own config, as in generate. Arguments and result are as in
+    transformers' method.
 
     Raises:
         ImportError, NotImplementedError, ValueError: See `init_continuous_batching`; or `attention_mask` hides tokens.
@@ -96,7 +96,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 
 def close(model: PreTrainedModel) -> None:
-    """Stop and destroy the managers of a model, those of transformers that it keeps included."""
+    """Stop and destroy the managers of a model, including transformers' own that it keeps."""
     manager = _manager_of(model)
     if manager is not None:
         if manager.is_running():

@@ -43,9 +43,9 @@ from .support import WHERE, check_served, pages_of, tell_nothing_is_shared
 class Processor(ContinuousBatchProcessor):
     """A `ContinuousBatchProcessor` with our runner.
 
-    transformers clears the inputs of steps on the current stream, and copies those of the first step on another one
-    without waiting (5.23). The first answers of a manager then came from cleared inputs now and then. So here whatever
-    clears them waits until they are clear.
+    transformers clears the inputs of steps on the current stream, and copies the first step's inputs on another one
+    without waiting (5.23). So a manager's first answers sometimes came from cleared inputs. Here, whatever clears them
+    waits until they are clear.
 
     Weights and adapters may change while it runs. Then pages that are kept for later requests are forgotten, and so are
     captured steps that read other tensors.
@@ -253,7 +253,7 @@ class Manager(ContinuousBatchingManager):
         except BaseException:
             self._restore_attention(model)
             raise
-        # transformers resolves it to 0 for every attention but that of the flash-attention package.
+        # transformers resolves it to 0 for every attention except the flash-attention package.
         self.continuous_batching_config.max_blocks_per_request = max_blocks_of(model, resolved, workload_hints)
         self.logit_processor.supported_keys[KEY] = Sampling
         self.grammars: Grammars | None = None
@@ -330,7 +330,7 @@ class Manager(ContinuousBatchingManager):
     def destroy(self) -> None:
         """See `ContinuousBatchingManager`. Frees the captured steps at once, also of a manager that is only kept.
 
-        NCCL waits for graphs with its calls when a process group ends. Upstream leaves those of a kept manager to the
+        NCCL waits for graphs with its calls when a process group ends. Upstream leaves a kept manager's graphs to the
         garbage collector (5.23), since its processor is part of a cycle.
         """
         super().destroy()

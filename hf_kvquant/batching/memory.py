@@ -70,8 +70,8 @@ class PageMemory(PagedAttentionMemoryHandler):
     def fixed_overhead_bytes(self) -> int:
         """See `PagedAttentionMemoryHandler`. A layer reads the states of a step into tensors of their own.
 
-        These are there three times: as they were, as they become, and as they are written. So many requests take part
-        as have a state and a page in all memory.
+        Each exists three times: as it was, as it becomes, and as it is written. As many requests take part as fit into
+        all memory with a state and a page each.
         """
         num_bytes: int = super().fixed_overhead_bytes
         if self._states is None:

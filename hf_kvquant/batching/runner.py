@@ -70,8 +70,8 @@ def max_blocks_of(
 ) -> int:
     """Pages of the longest request that a captured step has room for; 0 if no steps are captured.
 
-    What the user sets, or else what the longest announced request needs, or else what the model has positions for. Two
-    at least if it has as many, since transformers warms up with requests of a page and a token.
+    What the user sets, or else what the longest announced request needs, or else what the model has positions for. At
+    least two if the model has positions for two, since transformers warms up with requests of a page and a token.
     """
     if not any(batching.cuda_graph_booleans):
         return 0
@@ -83,7 +83,7 @@ def max_blocks_of(
 
 
 def inputs_of(inputs: Any) -> list[Any]:
-    """All `ContinuousBatchingIOs` of a processor: those of the host and the device for each of two steps, or one."""
+    """All `ContinuousBatchingIOs` of a processor: on host and device for each of two steps, or a single one."""
     if not isinstance(inputs, ContinuousBatchingAsyncIOs):
         return [inputs]
     return [each for pair in inputs.io_pairs for each in (pair.host_io, pair.device_io)]

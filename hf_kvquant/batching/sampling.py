@@ -1,8 +1,8 @@
 """How the next token of each request is chosen: by its own settings, in a batch with others that have none.
 
 transformers decides once for a manager whether it samples, and has per-request versions of three settings. A manager
-here is greedy, and its captured steps are those of greedy requests. A request with a `Sampling` gets another token
-afterwards, from the same logits, on the same stream: the host never waits for it, and nobody else's token changes.
+here is greedy, and so are its captured steps. A request with a `Sampling` gets another token afterwards, from the same
+logits, on the same stream: the host never waits for it, and nobody else's token changes.
 
 A token is drawn by one number from 0 to 1, which depends on the request's seed and on the token's position alone. So a
 request draws the same numbers in any company. transformers would draw all rows of a batch from one generator.
@@ -95,9 +95,9 @@ class TokenLogprobs:
 
 
 def greedy_config(config: GenerationConfig) -> GenerationConfig:
-    """The generation config of a manager whose requests bring their own `Sampling`, from that of a model.
+    """A model's generation config, for a manager whose requests bring their own `Sampling`.
 
-    Warns of what the model's config has for sampling and a `Sampling` has not.
+    Warns of sampling settings of the model's config that a `Sampling` lacks.
     """
     config = copy.deepcopy(config)
     left_out = {name: value for name in _NOT_SERVED if (value := getattr(config, name, None))}
@@ -120,8 +120,8 @@ def choose(scores: Tensor, output_ids: Tensor, states: Sequence[Any], grammars: 
     """Choose the tokens of all requests that have a `Sampling`. Waits for the device only if one has a grammar.
 
     Args:
-        scores: `[rows, vocab_size]` float32, read only. The first rows are those of `states`.
-        output_ids: `[at least rows]` int32: the most likely tokens. Those of the requests are overwritten.
+        scores: `[rows, vocab_size]` float32, read only. The first rows belong to `states`.
+        output_ids: `[at least rows]` int32: the most likely tokens. The requests' entries are overwritten.
         states: Of the requests with a new token, in their order.
         grammars: Must be there if a request has a grammar.
     """
@@ -252,7 +252,7 @@ def _parts(state: Any) -> tuple[list[int], list[int]]:
 
 
 def _drawn(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[float], is_truncated: bool) -> Tensor:
-    """The tokens that numbers draw, `[rows]` int64. `is_truncated` is that of all rows."""
+    """The tokens that numbers draw, `[rows]` int64. `is_truncated` holds for all rows."""
     values = [
         (each.temperature, each.top_p, each.top_k or logits.shape[1], each.min_p, draw)
         for each, draw in zip(samplings, draws, strict=True)

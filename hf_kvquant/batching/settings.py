@@ -98,7 +98,7 @@ def check_settings(model: PreTrainedModel, config: GenerationConfig) -> None:
 
     Raises:
         NotImplementedError: A setting does not hold; the message names all of them.
-        ValueError: `cache_config` asks for other codes than those of the pages.
+        ValueError: `cache_config` asks for other codes than the pages have.
     """
     _check_cache_config(model, config)
     changed = {name: value for name, value in vars(config).items() if name not in _HOLD and _is_changed(name, value)}

@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from ..spec.pages import PageLayout
 
-# Sinks may take this share of the cache's bytes. Those of an 8B model with 4 sinks take 0.5 MB a prompt.
+# Sinks may take this share of the cache's bytes. In an 8B model, 4 sinks take 0.5 MB a prompt.
 SHARE = 0.01
 _WORD = torch.int64
 

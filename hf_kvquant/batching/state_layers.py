@@ -50,7 +50,7 @@ class StateLayers:
     why_not: str | None
 
     def why_not_at(self, indices: Sequence[int]) -> str | None:
-        """`why_not`, or that these layers are not those of which the model asks for states."""
+        """`why_not`, or that the model asks for the states of other layers than these."""
         if sorted(self.modules) != list(indices):
             return f"asks its cache for the states of layers {sorted(self.modules)}, not of {list(indices)}"
         return self.why_not

@@ -26,7 +26,7 @@ from transformers.generation.continuous_batching.cache_allocators import CacheAl
 from ..spec.pages import PART_ALIGNMENT, Part
 from .batch import Group
 
-# The key of the allocator among those of a cache, which are named after types of layers.
+# The allocator's key in a cache, which names its allocators after types of layers.
 STATES = "linear_attention"
 _CHUNK = 64  # tokens that PyTorch versions of linear attention compute at once
 
@@ -36,7 +36,7 @@ class StatePart(Part):
     """One state of one layer.
 
     Attributes:
-        is_conv: Whether it is that of a convolution; else it is that of a recurrence.
+        is_conv: Whether a convolution has this state; else a recurrence has it.
         state_idx: Its number among the states of this kind.
         begin: Bytes of the slot before it.
         shape: `[…]`, of one sequence.

@@ -163,7 +163,7 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
 
 
 def _types_of(model: PreTrainedModel) -> list[str]:
-    """The types of the layers that have a cache, without those of feed-forward layers that count as layers."""
+    """The types of the layers that have a cache, except feed-forward layers that count as layers."""
     text_config = text_config_of(model)
     names = getattr(text_config, "layer_types", None) or ()
     types, _ = layers_of(text_config)

@@ -101,7 +101,7 @@ def check_meant(
 
 
 def places_of(where: str, model: PreTrainedModel, device: torch.device | str | None) -> dict[int, torch.device]:
-    """The device of each layer's cache: `device` if given, else that of the layer's weights.
+    """The device of each layer's cache: `device` if given, else where the layer's weights are.
 
     Raises:
         ValueError: It is `meta`, as for a model whose weights are loaded when they are needed.

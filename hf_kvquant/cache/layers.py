@@ -1,8 +1,8 @@
 """The layers of a `KVQuantCache`: transformers' contract of one layer, over one storage.
 
-Layers that have both attention and a state of fixed size, such as those of Falcon-H1 and Zamba 2, are one cache layer
-of type `hybrid` in transformers. Here keys and values are quantised like those of any other layer, and transformers'
-own class keeps the state.
+Layers that have both attention and a state of fixed size, such as in Falcon-H1 and Zamba 2, are one cache layer of type
+`hybrid` in transformers. Here keys and values are quantised as in any other layer, and transformers' own class keeps
+the state.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KVQuantLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """Dense keys, dequantised at every access; `None` before the first tokens. Of a ring, those of its window.
+        """Dense keys, dequantised at every access; `None` before the first tokens. A ring returns those in its window.
 
         For inspection: where codes are kept, each access makes a new tensor. Edits of it are lost, and an assignment
         raises `AttributeError`.
@@ -138,7 +138,7 @@ class KVQuantLayer(CacheLayerMixin):
         else:
             storage.extend(*_in_one_dtype(key_states, value_states))
         if is_first_chunk:
-            # Later chunks get `starts` from attention. The mask may be on another device: that of the first layer.
+            # Later chunks get `starts` from attention. The mask may be on another device, where the first layer is.
             starts = self.notes.starts
             storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
@@ -331,7 +331,7 @@ class KVQuantHybridLayer(KVQuantLayer, PooledStates, LinearAttentionAndFullAtten
     """
 
     holds_state = True
-    # As in transformers' class, which assigns them: those of the state.
+    # The dtype and device of the state, as in transformers' class, which assigns them.
     dtype: torch.dtype | None = None  # type: ignore[assignment]
     device: torch.device | None = None  # type: ignore[assignment]
 

@@ -29,8 +29,8 @@ class Steps:
         bystanders: Layers that take no part in most steps, such as those that attend to pictures.
 
     Attributes:
-        due: Those of `storages` that take part in every step and have not had their turn in this one. A layer that is
-            due takes its tokens without `enter`, which would find nothing else: whoever gives them sets `newest`, and
+        due: The `storages` that take part in every step and have not had their turn in this one. A layer that is due
+            takes its tokens without `enter`, which would find nothing else: whoever gives them sets `newest`, and
             removes the layer here afterwards.
         newest: The layer that was called last.
     """

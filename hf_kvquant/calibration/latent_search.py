@@ -23,7 +23,7 @@ from .text import ERROR_TOKENS, Windows, some
 
 
 class LatentSearch(Search):
-    """`Search` over latents. The error is that of what `kv_b_proj` makes of them: keys without rope, and values."""
+    """`Search` over latents. The error is measured on what `kv_b_proj` makes of them: keys without rope, and values."""
 
     def _statistics(self) -> dict[int, KeyStatistics]:
         seen: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)

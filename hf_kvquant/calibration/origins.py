@@ -73,7 +73,7 @@ class Scalable:
         return weight.detach() if self.rule == "rows" else weight.detach().mT
 
     def per_feature(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The features, int64, and the value of each, float32, from equal values of the channels that they make."""
+        """Features, int64, and their values, float32, from one value per channel. A feature's channels must agree."""
         features, first = torch.unique(self.index.flatten(), return_inverse=True)
         return features, torch.empty(len(features)).scatter_(0, first, values.flatten().float())
 
@@ -290,7 +290,7 @@ class Probe:
 
 def _quantized_tensor(module: nn.Module) -> str | None:
     """A tensor of a module that is not a plain weight or bias, in words; `None` if all are."""
-    # Not those of `state_dict`: bitsandbytes rounds the weights of a CPU model in it.
+    # Not from `state_dict`: in it, bitsandbytes rounds the weights of a CPU model.
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.dtype not in FLOATS or type(tensor) not in (nn.Parameter, Tensor):
             return f"{str(tensor.dtype).removeprefix('torch.')} {type(tensor).__name__}"

@@ -2,8 +2,8 @@
 
 A candidate is an exponent alpha, for factors `max|key|^alpha`, or `"energy"`, for factors that give keys and queries
 equal energy. Factors are rounded to powers of two and shared by tied channels. Statistics of keys and queries on
-calibration text give the factors of each candidate. Its error is that of the layer's attention output when keys go
-through the cache's whole transform and the real storage format (`reference.py`), relative to the output over
+calibration text give the factors of each candidate. Its error is how far the layer's attention output changes when keys
+go through the cache's whole transform and the real storage format (`reference.py`), relative to the output over
 unquantised keys. The reconstruction error of keys would mislead, since queries weight the channels. Padding is excluded
 from both.
 """

@@ -40,7 +40,7 @@ def read_windows(
     """Tokenise texts and cut them into batches of `batch_size` windows. Shorter windows are padded on the left.
 
     About `num_tokens` tokens are used (all if there are fewer), spread evenly over the windows of all texts. Windows
-    have `window` tokens, or as many as the model supports.
+    have `window` tokens, or fewer if the model supports no more.
 
     Raises:
         TypeError, ValueError: The texts are not strings, blank or too short, or the tokenizer is not the model's.
@@ -95,7 +95,7 @@ def _padded(rows: list[Tensor]) -> Tensor:
 
 
 def some(windows: Windows, num_tokens: int) -> Windows:
-    """Every n-th batch, so that about so many tokens are left. All if there are no more."""
+    """Every n-th batch, so that about `num_tokens` tokens are left; all batches if there are fewer."""
     step = max(1, count_tokens(windows) // num_tokens)
     return windows[::step]
 

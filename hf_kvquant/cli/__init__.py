@@ -23,7 +23,7 @@ from .parsers import COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, or with those of the process. Returns the exit code."""
+    """Run the command with these arguments, by default the process's. Returns the exit code."""
     return run(parser().parse_args(argv))
 
 

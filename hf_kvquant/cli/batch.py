@@ -250,7 +250,7 @@ def too_large(kept: str) -> UsageError:
 def write_answers(
     work: Work, jobs: Iterator[Job], manager: Any, room: int, writer: Writer, tally: Tally, tell: Tell
 ) -> None:
-    """Write a line for every job, through a manager whose pages have room for so many tokens."""
+    """Write a line for every job, through a manager whose pages have room for `room` tokens."""
     limits, started, told = Limits(context_of(work.model), room), time.monotonic(), 0.0
     prompts = Requests(work.model, work.tokenizer, work.grammars, limits, work.defaults)
 

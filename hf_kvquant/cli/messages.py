@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-# The loggers to which torchao's messages go while it is imported: its own, and that of what it calls in torch.
+# The loggers to which torchao's messages go while it is imported: its own, and one of the torch code that it calls.
 _LOGGERS = ("torchao", "torch.utils._pytree")
 
 

@@ -23,10 +23,10 @@ def shorten_waits() -> None:
 
 
 def set_number(threads: int | None) -> None:
-    """Compute with so many threads.
+    """Set how many threads compute.
 
-    Without a number, those of `OMP_NUM_THREADS`, or torch's default, which counts the cores of the machine: at most
-    what this process may use of them, and its share if processes were started together.
+    Without a number, `OMP_NUM_THREADS` decides, or else torch's default, which counts the cores of the machine. The
+    default is cut to the cores that this process may use, and to its share if processes were started together.
     """
     import torch  # by now, the command has imported it
 

@@ -23,7 +23,7 @@ def table_of(
     """A table of rows, each with its style; a row without cells begins a section.
 
     Columns are aligned to the right, except those in `left`. `column` has options of `rich.table.Table.add_column`;
-    `options` are those of `rich.table.Table`.
+    `options` go to `rich.table.Table`.
     """
     table = Table(title=title, title_justify="left", title_style="bold", **options)
     for heading in headings:
@@ -70,7 +70,7 @@ def html(title: str, table: Table, notes: Iterable[str]) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int = 1) -> str:
-    """A Markdown table. The first columns, so many as `num_text`, are text, all others are numbers."""
+    """A Markdown table. The first `num_text` columns are text, the rest numbers."""
     rule = "|---" * num_text + "|--:" * (len(headings) - num_text) + "|"
     return "\n".join([f"| {' | '.join(headings)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)])
 

@@ -1,7 +1,7 @@
 """The caches of encoder-decoders: ours for the decoder's self-attention, transformers' own for cross-attention.
 
-Self-attention adds keys and values with every token, so a `KVQuantCache` holds them. Those of cross-attention are
-computed once, from the encoder's states, and models read them as plain tensors of the layer, without `update`. They
+Self-attention adds keys and values with every token, so a `KVQuantCache` holds them. Cross-attention's keys and values
+are computed once, from the encoder's states, and models read them as plain tensors of the layer, without `update`. They
 stay in the cache that transformers makes for the model, and are not quantised.
 """
 
@@ -48,7 +48,7 @@ def decoder_cache(cache: object) -> KVQuantCache | None:
 
 
 def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse to mix keys of cross-attention with those of the decoder.
+    """Refuse to mix keys of cross-attention with keys of the decoder.
 
     A model writes both kinds into any cache that is not an `EncoderDecoderCache`, one after the other. `given` is the
     cache that the user passed.

@@ -77,8 +77,8 @@ def prepare_cache(
 ) -> Any:
     """Replaces `GenerationMixin._prepare_cache_for_generation`: makes our cache if the call asks for it.
 
-    Arguments are those of that method, `options` those that some models add. `fall_through` prepares every other cache;
-    `None` means the model class's own method.
+    Arguments are as in that method; `options` are arguments that some models add. `fall_through` prepares every other
+    cache; `None` means the model class's own method.
 
     Raises:
         NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, a cache together with
@@ -150,16 +150,16 @@ def _drop_guessed_mask(options: Any, inputs: dict[str, Any]) -> None:
     """
     mask = inputs.get("attention_mask")
     if mask is not None and getattr(options, "_mask_length", None) is not None:
-        options._mask_length = mask.shape[-1]  # before, that of the assisted model's prompt
+        options._mask_length = mask.shape[-1]  # before, the length of the assisted model's prompt
         inputs["attention_mask"] = None
 
 
 def _assisted_length(model: PreTrainedModel, generation_config: Any, max_length: int) -> int | None:
     """Tokens that a static cache of assisted decoding must hold; `None` if the cache is to grow.
 
-    Proposals may go beyond the requested length: those of prompt lookup are as many as asked for, wherever they start.
-    An assistant's `generate` is called many times with one cache, each time for the next few tokens. So the call that
-    they belong to has noted what is needed if it is captured; else the assistant's cache grows.
+    Proposals may go beyond the requested length: prompt lookup proposes as many tokens as asked for, wherever it
+    starts. An assistant's `generate` is called many times with one cache, each time for the next few tokens. So the
+    call that they belong to has noted what is needed if it is captured; else the assistant's cache grows.
     """
     assisted, patch = notes_on(model).assisted, patch_of(model)
     needed: int | None = max_length + (generation_config.prompt_lookup_num_tokens or 0)
@@ -380,7 +380,7 @@ def _keep_attention(model: PreTrainedModel) -> None:
 
 
 def _static_length(pool: BufferPool, batch: int, needed: int) -> int:
-    """The length of a static cache for `needed` tokens: that of idle buffers, if they are long enough.
+    """The length of a static cache for `needed` tokens: the length of idle buffers, if that is enough.
 
     Shorter buffers would save memory only after the idle ones were freed, and graphs would be captured again.
     """

@@ -28,7 +28,7 @@ class Call:
 
     Attributes:
         is_choice: Whether its arguments ask for another cache, or for none.
-        caches: Those of ours that it was given or got.
+        caches: Our caches that it was given or got.
         why_other: Why it got another cache, or none; `None` if it did not.
     """
 

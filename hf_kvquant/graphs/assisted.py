@@ -80,7 +80,7 @@ def _why_not(model: Any, config: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def _are_layers_croppable(model: Any) -> bool:
-    """Whether a static cache takes back any number of tokens: rings hold only so many, and states none."""
+    """Whether a static cache can take back any number of tokens: a ring cannot take back many, a state none."""
     return set(layers_of(text_config_of(model))[0]) == {"full_attention"}
 
 

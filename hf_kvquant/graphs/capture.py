@@ -252,7 +252,7 @@ RUNNERS: dict[str, type[StepRunner]] = {"cuda": CudaGraph}
 class CapturedStep(abc.ABC):
     """A forward over static inputs, followed by `_finish`.
 
-    `inputs` are those of the model's forward for a few new tokens. Tensors are copied, and caches left out.
+    `inputs` go to the model's forward, for a few new tokens. Tensors are copied, and caches left out.
     """
 
     def __init__(self, inputs: Mapping[str, Any], device: torch.device) -> None:

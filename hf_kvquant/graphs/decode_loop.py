@@ -2,7 +2,7 @@
 
 The captured function runs the model, chooses the token, notes which sequences are finished and advances its own inputs.
 The host keeps a few steps in flight and reads the tokens and flags of each when they arrive. Steps that ran beyond the
-stop are undone. Results equal those of transformers' loop token for token, also when sampling.
+stop are undone. Results equal transformers' loop token for token, also when sampling.
 
 The loop serves greedy decoding, and sampling that depends on the newest scores only. Assisted decoding is in
 `assisted.py`. Everything else goes through transformers' loop, over the captured forward of `capture.py`; the log says

@@ -5,8 +5,8 @@ embedding, two for the product in the MLP, two for residual additions. While a s
 of these by one kernel (an addition joins the kernel of the norm after it): it replaces the forwards of instances and
 `apply_rotary_pos_emb` in the globals of the model's own code, and intercepts additions. The run before the recording
 verifies each replacement (`trials.py`). Modules with hooks or with their own forwards are never replaced, nor is
-anything under autograd or autocast. The linear layers of an MLP may have their own forwards, as those of libraries with
-quantised weights do. `packed_linear.py` has the linear layers that cost an extra kernel.
+anything under autograd or autocast. An MLP's linear layers may have their own forwards, as in libraries for quantised
+weights. `packed_linear.py` has the linear layers that cost an extra kernel.
 """
 
 from __future__ import annotations

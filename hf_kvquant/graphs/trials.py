@@ -68,9 +68,9 @@ class Chooser:
     ) -> Function | None:
         """The first candidate that gives the same bits as the original, or `None`.
 
-        `key` is what the choice depends on besides the layout of `tensors`, which are those of this call. `inputs`
-        makes the inputs of the functions, if they are not `tensors`, and `draws` further inputs like these. The log
-        calls the original `name`.
+        `key` is what the choice depends on besides the layout of `tensors`, which belong to this call. `inputs` makes
+        the inputs of the functions, if they are not `tensors`, and `draws` further inputs like these. The log calls the
+        original `name`.
         """
         device = tensors[0].device
         are_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)

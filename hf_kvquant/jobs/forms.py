@@ -1,4 +1,4 @@
-"""The two forms of a line of the output: our own, and that of OpenAI's batches for lines that came in it."""
+"""The two forms of a line of the output: our own, and OpenAI's batch format for lines that came in it."""
 
 from __future__ import annotations
 

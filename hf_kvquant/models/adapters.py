@@ -33,7 +33,7 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 def adapted(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the modules of these names that have adapters."""
+    """The names whose modules have adapters."""
     return [name for name in names if is_adapter(model.get_submodule(name))]
 
 

@@ -30,10 +30,10 @@ def fingerprint(model: nn.Module, *, with_writes: bool = False) -> Any:
 
     Args:
         model: Any.
-        with_writes: Whether a write to weights or saved buffers changes it too. Those through `.data` do not, nor do
-            those to tensors that were made in inference mode: torch does not count them. Other buffers then do not take
-            part, since a forward may write to them. Tensors that take the memory of others, such as those of an adapter
-            that is loaded again, count as others.
+        with_writes: Whether a write to weights or saved buffers changes it too. Writes through `.data` do not, nor do
+            writes to tensors made in inference mode: torch does not count them. Other buffers then do not take part,
+            since a forward may write to them. Tensors that take the memory of others, such as when an adapter is loaded
+            again, count as others.
     """
     facts: list[Any] = []
     kept = _Kept()

@@ -1,4 +1,4 @@
-"""Which layers keep latents: Multi-head Latent Attention (MLA), that of DeepSeek-V2 and its kin.
+"""Which layers keep latents: Multi-head Latent Attention (MLA), as in DeepSeek-V2 and its kin.
 
 Such a layer caches one row a token for all heads. The *latent*, of `kv_lora_rank` channels, gives every head its key
 and its value through the module's `kv_b_proj`. The *rope part*, of `qk_rope_head_dim` channels, is the share of the key

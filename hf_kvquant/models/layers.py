@@ -21,7 +21,7 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
     of the text's, without its padding, and do not grow. Here their type is `cross_attention`.
 
     Raises:
-        NotImplementedError: The config has no number of layers, such as that of several models in sequence (BLT).
+        NotImplementedError: The config has no number of layers, such as for several models in sequence (BLT).
     """
     if not isinstance(getattr(text_config, "num_hidden_layers", None), int):
         raise NotImplementedError(
@@ -55,7 +55,7 @@ def shared_layers(text_config: PreTrainedConfig) -> dict[int, int]:
 def num_readers(text_config: PreTrainedConfig) -> list[int]:
     """How many layers attend to the keys and values of each cache layer: the layer itself, and layers that share them.
 
-    `num_kv_shared_layers` at the end share those of the last layer of their type before them.
+    The last `num_kv_shared_layers` layers share keys and values with the last layer of their type before them.
     """
     cache_types, _ = layers_of(text_config)
     readers = [1] * len(cache_types)

@@ -41,7 +41,7 @@ def decoder_part(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`decoder_part`, or a copy of it, in which the numbers of layers and heads are those of the decoder.
+    """`decoder_part`, or a copy of it, with the decoder's numbers of layers and heads.
 
     transformers renames what begins with "decoder", but only in an encoder-decoder: not in a decoder that is a model by
     itself, such as BartForCausalLM. And it leaves T5's and ProphetNet's number of layers to the encoder's.
@@ -63,7 +63,7 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def text_config_of(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of the text model: a part of a multi-modal model's, or that of an encoder-decoder's decoder."""
+    """The config of the text model: a part of a multi-modal model's config, or an encoder-decoder's decoder."""
     return decoder_config(model.config)
 
 

@@ -1,7 +1,7 @@
 """Attention of a chunk: of more new tokens than a decode step or a draft has.
 
 A chunk attends to the tokens before it as they are stored, and to its own tokens as the model makes them; only then is
-it quantised. So its tokens have the same errors as those of a prompt in one piece, whose tokens attend to raw keys and
+it quantised. So its tokens have the same errors as in a prompt of one piece, whose tokens attend to raw keys and
 values. The tokens nearest to a query get most of its attention, so this is worth more than a better format: in chunks
 of 256, the divergence of `int4` falls to a fifth (docs/presets.md).
 
@@ -47,7 +47,7 @@ def largest_step(layout: KVLayout, sliding_window: int = 0) -> int:
 def as_heads(query: Tensor, num_kv_heads: int) -> Iterator[Tensor]:
     """Queries `[batch, num_q_heads, q_len, head_dim]` as heads of one token, `[batch, heads, 1, head_dim]`.
 
-    In as many parts as kernels need. The heads of a part are query heads, and in each the tokens of the part.
+    In as many parts as kernels need. A part has a head for each query head and token, tokens innermost.
     """
     batch, num_q_heads, _, head_dim = query.shape
     for part in query.split(max(1, _MAX_ROWS * num_kv_heads // num_q_heads), dim=2):

@@ -59,7 +59,7 @@ class Operands:
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
 
     def serves_latent(self, dtype: torch.dtype) -> bool:
-        """Whether `attend_latent` runs a kernel for queries of this dtype. Those of GPUs take 16-bit queries."""
+        """Whether `attend_latent` runs a kernel for queries of this dtype. GPU kernels take 16-bit queries."""
         return self._serves_latent and (self._planes[0][0].device.type == "cpu" or dtype != torch.float32)
 
     def append(
@@ -79,8 +79,8 @@ class Operands:
                 `lengths - q_len … lengths - 1`.
             starts: `[batch]` int32 on the same device: first position that is not padding. Granularity `channel` leaves
                 padding out of its scales, and the first `sink_length` tokens are counted from here.
-            page_table: `[batch, pages of a sequence]` int32 on the same device, if the first axis of the planes is that
-                of pages: token t is in row t mod P of page `page_table[b, t // P]`, P being the rows of a page. With
+            page_table: `[batch, pages of a sequence]` int32 on the same device, if the first axis of the planes counts
+                pages: token t is in row t mod P of page `page_table[b, t // P]`, P being the rows of a page. With
                 granularity `channel` or dense windows, two columns come first: the page whose tails the sequence has,
                 and the first token that these may have (`reference.TailPages`). Rows may have gaps between them. Pages
                 that hold no token may have any number. On a CPU other numbers are refused; on a GPU, where the host
@@ -113,8 +113,8 @@ class Operands:
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
             new: The key and value of these tokens, appended first; `None` if they have been appended already.
-            lengths: `[batch]` int32: tokens held, including those of the query. A CPU refuses more than the capacity.
-                On a GPU, where the host does not know the lengths, the results of that sequence are NaN instead.
+            lengths: `[batch]` int32: tokens held, including the query's. A CPU refuses more than the capacity. On a
+                GPU, where the host does not know the lengths, the results of that sequence are NaN instead.
             softmax_scale: Multiplies query · key.
             counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which sets it to
                 zero again. Calls that may run at the same time, on two streams, must not share it. With `None`, the
@@ -127,9 +127,9 @@ class Operands:
                 `capacity + 1 - q_len`, so that the new tokens do not overwrite what the first query sees.
             num_splits: How many parts a sequence is cut into, at most; 0 lets the kernel choose. With a fixed number, a
                 sequence gives bitwise the same output in every batch, all other arguments being equal. Kernels use
-                fewer parts if the capacity is too small for so many, and at most 127 or 255 for a ring on a GPU;
+                fewer parts if the capacity is too small for this number, and at most 127 or 255 for a ring on a GPU;
                 neither depends on the batch or its lengths. The reference does not cut sequences.
-            page_table: As in `append`. The capacity of a sequence is that of its pages.
+            page_table: As in `append`. A sequence's capacity is what its pages hold.
             split_plan: Of the function of that name, for these lengths; not for a ring. It says how the CUDA kernel for
                 few query rows cuts sequences; others ignore it.
 
@@ -247,7 +247,7 @@ class Operands:
 
         Args:
             query: `[batch, num_q_heads, q_len, latent + rope channels]`, fp32, bf16 or fp16: absorbed.
-            lengths: `[batch]` int32: tokens held, those of the query included.
+            lengths: `[batch]` int32: tokens held, including the query's.
             softmax_scale: Multiplies query · key.
             starts: `[batch]` int32: first position that is not padding; `None` for 0.
             num_splits: As in `decode`.

@@ -44,9 +44,9 @@ def split_plan(lengths: Tensor, num_slots: int, starts: Tensor | None = None) ->
 
     Args:
         lengths: `[batch]` int32: tokens of each sequence, padding included.
-        num_slots: At most so many shares are made of sequences that are cut.
+        num_slots: The most shares that are made of sequences that are cut.
         starts: `[batch]` int32 on the same device: first position that is not padding, which is left out; `None` for
-            0. Negative numbers count as 0. With other starts than those of `decode`, a plan is only less even.
+            0. Negative numbers count as 0. With other starts than in `decode`, a plan is only less even.
 
     Returns:
         `[batch + num_slots, 4]` int32, one row for each thread block of a head: the sequence, or -1 for none; its

@@ -196,7 +196,7 @@ def _attend_latent_reference(arguments: Arguments, cache: _Cache) -> tuple[Tenso
 def dequantize_reference(
     layout: KVLayout, sides: tuple[Planes, Planes], key_transform: KeyTransform | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Dense keys and values; `options` are those of `reference.dequantize_tokens`."""
+    """Dense keys and values; `options` go to `reference.dequantize_tokens`."""
     options |= {**layout.windows, "is_ring": layout.is_ring}
     key, value = (
         reference.dequantize_tokens(planes, kv_format, **{**options, "key_transform": transform})

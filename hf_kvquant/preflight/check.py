@@ -47,9 +47,10 @@ from .signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of, remember
 
 # The presets to pick from, the smallest first. `int4-token` is for texts that are too short for blocks of keys:
-# otherwise `int4` takes as many bytes and diverges less, .003 and .039 nats on SmolLM2-135M-Instruct (docs/presets.md).
+# otherwise `int4` takes the same bytes and diverges less, .003 and .039 nats on SmolLM2-135M-Instruct
+# (docs/presets.md).
 LADDER = ("int4", "int4-token", "k8v4", "int8", "none")
-# With a budget: of presets that take as many bytes, the one that diverges least.
+# With a budget: of presets that take the same bytes, the one that diverges least.
 BUDGETED = ("int2", "k4v2", "int4", "k8v4", "int8", "none")
 
 # KL divergences in nats per token with all layers quantised; one layer may have a fifth of each. Measured on the
@@ -94,8 +95,8 @@ def run_preflight(
         preset_or_config: The formats to check. `None` picks a preset for every layer.
         tokenizer: The model's, for `texts`.
         texts: Text like the model's future input, 1,024 tokens or more.
-        presets: Presets to pick from, the preferred one first. If a config is given, remedies come from this list. By
-            default those of `LADDER`, or of `BUDGETED` if `bits` are given.
+        presets: Presets to pick from, the preferred one first. If a config is given, remedies come from this list. The
+            default is `LADDER`, or `BUDGETED` if `bits` are given.
         max_kld: Largest divergence of all layers together when formats are picked, in nats per token. A single layer
             may have a fifth of it. In any case, configs above three times `GOAL` are refused.
         bits: The most bits per stored number of keys and values, on average over all layers that can be quantised.
@@ -270,7 +271,7 @@ class _Check:
         """The divergence with only this layer quantised, or why it was not measured."""
         if (index, formats) not in self.known:
             self.say(f"layer {index}, {name_of(formats)}")
-            # With a budget, divergences are compared with each other, so each is measured on as many tokens.
+            # With a budget, divergences are compared with each other, so each is measured on the same number of tokens.
             is_enough = functools.partial(self.is_far, errors=CLEAR if self.budget is None else math.inf)
             found = self._measured(lambda meter: meter.kld(index, formats, is_enough), formats, nothing=NO_COST.kld)
             if isinstance(found, Estimate) and not self.is_far(found, DOUBT):
@@ -279,7 +280,7 @@ class _Check:
         return self.known[index, formats]
 
     def is_far(self, found: Estimate, errors: float) -> bool:
-        """Whether the divergence of a layer is so many standard errors from both limits."""
+        """Whether the divergence of a layer is at least `errors` standard errors from both limits."""
         limits = [LAYER_SHARE * limit for limit in (self.max_kld, LIMIT)]
         return all(abs(found.mean - limit) >= errors * found.error for limit in limits)
 
@@ -408,7 +409,7 @@ class _Check:
     def _is_within(
         self, num_bytes: int, formats: Mapping[int, LayerFormats], costs: Mapping[int, Mapping[LayerFormats, float]]
     ) -> bool:
-        """Whether formats, one for each layer, are among the choices and take at most so many bytes a token."""
+        """Whether formats, one for each layer, are among the choices and take at most `num_bytes` a token."""
         is_known = all(each in costs[index] for index, each in formats.items())
         return is_known and sum(self.size(index, each)[0] for index, each in formats.items()) <= num_bytes
 

@@ -43,11 +43,11 @@ CHUNK = 32
 # SmolLM2-135M-Instruct, `int4`, `k8v4` and `k4v2` then measure .0024, .00071 and .0108, as in single steps (.0024,
 # .00070, .0109). Chunks of 64 and nothing added gave .0050, .0031 and .0132.
 MORE_DENSE = CHUNK // 2
-# Formats that keep tokens dense are measured on fewer and longer windows, `int4` on two, and one with as many tokens is
-# the longest. With 132 dense tokens, 60 % of what its queries see are codes; in windows of 256 tokens 14 %.
+# Formats that keep tokens dense are measured on fewer and longer windows, `int4` on two. The longest is a single window
+# of all these tokens. With 132 dense tokens, 60 % of what its queries see are codes; in windows of 256 tokens 14 %.
 LONG_WINDOW = NUM_WINDOWS * WINDOW
-# Where formats are compared with each other, windows are so many times as long: half of the share of dense tokens,
-# which flatter those that have many of them, and twice as many tokens to measure on.
+# Where formats are compared with each other, windows are this many times as long. That halves the share of dense
+# tokens, which flatter formats with many of them, and doubles the tokens to measure on.
 COMPARED_TIMES = 2
 # Keys with a scale per channel are read as codes only from the first full block on. To measure them, a window has to be
 # longer than a block by this share of one. Behind dense windows, it needs this many times their tokens: then a third of
@@ -58,7 +58,7 @@ DENSE_TIMES = 4
 TAIL_SHARE = 0.25
 # The least tokens of it after which nothing more may be needed.
 LEAST_TOKENS = 128
-# Divergences are computed of so many logits at a time, which stay in the caches of a CPU: two to three times as fast.
+# Divergences are computed for this many logits at a time, which stay in a CPU's caches: two to three times as fast.
 _LOGITS_AT_ONCE = 2**18
 
 
@@ -68,7 +68,7 @@ def alone(index: int, formats: LayerFormats) -> KVQuantConfig:
 
 
 def as_in_steps(config: KVQuantConfig) -> KVQuantConfig:
-    """The config under which chunks find as many of the newest tokens dense, on average, as single steps do."""
+    """The config under which chunks and single steps find, on average, equally many of the newest tokens dense."""
 
     def longer(formats: AnyFormats) -> AnyFormats:
         length = formats.residual_length
@@ -107,7 +107,7 @@ def read_text(
 ) -> tuple[Tensor, str]:
     """Token ids to measure on, `[windows, tokens]` int64 on the CPU, and a description of their source.
 
-    Of given texts, as many windows of so many `times` the length. The model would take too long to write them.
+    Windows of given texts are `times` as long, and as many. The model would take too long to write these.
     """
     if tokenizer is None or texts is None:
         return own_text(model, say, window), "text that the model wrote"
@@ -224,9 +224,9 @@ NO_COST = Cost(Estimate(0.0, 0.0), Estimate(1.0, 0.0), Estimate(0.0, 0.0))  # of
 class Meter:
     """Feeds one text (`ids`, `[windows, tokens]`) to caches of a patched model, and compares logits.
 
-    They are compared with those of our cache without quantisation. A cache of transformers would sum in another order.
-    With ours, layers before the quantised one are the same to the bit, so measurements in 16 bits show the format
-    instead of that noise.
+    The reference is our cache without quantisation. A cache of transformers would sum in another order. With ours,
+    layers before the quantised one are the same to the bit, so measurements in 16 bits show the format instead of that
+    noise.
 
     That is also why one layer alone costs less to measure than all (`Replay`): the layers before it are not run.
 
@@ -278,9 +278,9 @@ class Meter:
     ) -> Estimate:
         """Mean KL divergence in nats per token with only one layer quantised; infinite if the logits contain NaN.
 
-        It is that of the last quarter of the text, or of the start of that if `is_enough` says so of what was found in
-        some chunks. What precedes it is read as `generate` reads a prompt: exactly, and then quantised. Where a layer
-        cannot be measured that way, it is measured like a config, on the whole text.
+        It is measured on the last quarter of the text, or only on the start of the quarter once `is_enough` accepts the
+        estimate from the chunks so far. What precedes it is read as `generate` reads a prompt: exactly, and then
+        quantised. Where a layer cannot be measured that way, it is measured like a config, on the whole text.
 
         Raises:
             CannotMeasure: The model cannot be run with these formats.

@@ -30,7 +30,7 @@ from ..spec.key_transform import KeyTransform
 from ..transforms.centering import bias_centers
 
 # Limits for keys of FEW_BITS bits. The numbers below are the largest KL divergence of a layer in nats per token,
-# measured on the reference model with int4 and no transforms. Limits grow with the number of steps: those of 8-bit keys
+# measured on the reference model with int4 and no transforms. Limits grow with the number of steps: for 8-bit keys they
 # are 16 times higher.
 #
 # The shared constant over what varies between keys. None: .0086; 1.2 to 2.2 times: .038; 5.9 to 11 times: 1.05 (with a

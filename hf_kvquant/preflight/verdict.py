@@ -20,7 +20,7 @@ from .signals import SHAPES, Finding, KeySignals
 
 logger = logging.getLogger(__name__)
 
-# Signals besides those of the weights: a measured divergence, or that nothing is known.
+# Signals that do not come from the weights: a measured divergence, or that nothing is known.
 KLD = "KL divergence"
 UNKNOWN = "unknown"
 HEADINGS = ("layer", "formats", "key bias", "channels", "KL, nats/token", "remarks")
@@ -62,7 +62,7 @@ class LayerCheck:
 
     @property
     def name(self) -> str:
-        """The name of the formats: that of a preset, if they are one."""
+        """The name of the formats: the preset's, if they are a preset."""
         return name_of(self.formats)
 
     def remarks(self) -> str:

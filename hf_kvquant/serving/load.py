@@ -56,7 +56,7 @@ class Answer:
         began: When it was asked for, in seconds of `time.perf_counter`.
         pieces: When pieces with text came, likewise.
         ended: When it was complete, likewise.
-        num_prompt, num_new: Tokens, by the server's count; `num_new` is that of pieces if the server has none.
+        num_prompt, num_new: Tokens, by the server's count; `num_new` counts pieces if the server gives no count.
         error: Why there is no complete answer.
     """
 
@@ -99,7 +99,7 @@ async def models_of(url: str, api_key: str, timeout: float) -> list[str]:
 async def run(
     ask: Ask, prompts: Sequence[str], concurrency: int, tell: Callable[[int], None] = lambda done: None
 ) -> list[Answer]:
-    """Ask for an answer to each prompt, so many at a time.
+    """Ask for an answer to each prompt, `concurrency` at a time.
 
     Args:
         ask: See there.

@@ -29,7 +29,7 @@ class Piece:
     """What is new of an answer.
 
     Attributes:
-        index: Of the answer, among those of its request.
+        index: Of the answer, among its request's answers.
         texts: See `Writer.write`.
         logprobs: Of its tokens, if the client wants them.
         reason: Why the answer has ended; `None` if it goes on.

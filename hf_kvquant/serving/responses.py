@@ -1,8 +1,8 @@
 """`/v1/responses`: its fields, and the chat that a request asks for.
 
 transformers' server has this route without memory: nothing is stored, so a client sends the whole conversation. A
-request becomes the body of a chat and is answered as one. `FIELDS` decides what is served, as that of `fields.py` does
-for the other routes.
+request becomes the body of a chat and is answered as one. `FIELDS` decides what is served, like `fields.FIELDS` for the
+other routes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`tools` of chats. Those of this route have no `function` around what says which it is."""
+    """`tools` of chats. In this route, no `function` wraps what says which tool it is."""
     return [
         {"type": each.get("type"), "function": {name: value for name, value in each.items() if name != "type"}}
         for each in given

@@ -62,7 +62,7 @@ class ToolFormat:
         field: `tool_calls` of transformers' description of a response.
         calls: The Lark of calls; `None` if there is none. It gets the functions' names, each with the grammar of its
             call, what spells a text in Lark, and the largest number of calls.
-        key: What the arguments are called in a call; `None` if the grammar of a call is that of its arguments alone.
+        key: What the arguments are called in a call; `None` if a call's grammar is just the grammar of its arguments.
         begin: With what each call begins; `None` if that may begin a text, too.
     """
 
@@ -74,7 +74,7 @@ class ToolFormat:
 
 
 def _joined(separator: str, most: int) -> str:
-    """The Lark of up to so many calls."""
+    """The Lark of up to `most` calls."""
     return f"call ({separator} call){{0,{most - 1}}}" if most > 1 else "call"
 
 

@@ -154,7 +154,7 @@ class Writer:
         """What is new of an answer, by all of it so far. It has a reason if it ends the answer.
 
         Args:
-            index: Of the answer, among those of its request.
+            index: Of the answer, among its request's answers.
             output: All tokens so far.
             end_tokens: Any of them ends the answer.
 
@@ -174,7 +174,7 @@ class Writer:
         return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason)
 
     def taken_logprobs(self) -> list[Logprob] | None:
-        """Those of tokens whose text has been passed on since the last time; `None` if there are none to come."""
+        """Logprobs of tokens whose text has been passed on since the last time; `None` if there are none to come."""
         if self._text_of is None:
             return None
         end = self._num_passed

@@ -200,17 +200,17 @@ class KVFormat:
             return 0
         if self.block_size is None:
             return sink_length + residual_length + (slack if residual_length else 0)
-        # One block more, because the window may begin within a block. Kernels take so many tokens at a time.
+        # One block more, because the window may begin within a block. Kernels take `TAIL_ALIGNMENT` tokens at a time.
         recent = -(-(residual_length + slack) // TAIL_ALIGNMENT) * TAIL_ALIGNMENT
         return sink_length + recent + self.block_size
 
     def serves_tail(self, rows: int, sink_length: int = 0, residual_length: int = 0) -> bool:
-        """Whether a tail can have so many rows: `tail_rows` with any slack. The other arguments are those of it."""
+        """Whether some slack makes `tail_rows` return `rows`. Other arguments as there."""
         slack = rows - self.tail_rows(sink_length, residual_length)
         return slack >= 0 and rows == self.tail_rows(sink_length, residual_length, slack)
 
     def plane_names(self, sink_length: int = 0, residual_length: int = 0) -> list[str]:
-        """The planes that exist, in the order of `Planes.tensors`. The arguments are those of `tail_rows`."""
+        """The planes that exist, in the order of `Planes.tensors`. Arguments as in `tail_rows`."""
         has = {
             "codes": True,
             "scale": self.is_quantized,
@@ -240,7 +240,7 @@ class KVFormat:
         return {name: shapes[name] for name in self.plane_names(sink_length, residual_length)}
 
     def plane_dtype(self, name: str) -> torch.dtype | None:
-        """The dtype of a plane; `None` for that of the model."""
+        """The dtype of a plane; `None` for the model's."""
         if name == "tail" or not self.is_quantized:
             return None
         import torch

@@ -76,7 +76,7 @@ class KVLayout:
 
     @property
     def formats(self) -> tuple[KVFormat, KVFormat]:
-        """Those of keys and of values."""
+        """The formats of keys and of values."""
         return self.key, self.value
 
     @property

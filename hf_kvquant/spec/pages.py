@@ -10,9 +10,10 @@ one tensor of bytes, so that planes over all pages are views of it, whose first 
 ops says which of them hold a sequence.
 
 With granularity channel or dense windows, a sequence has one page more, which holds nothing but its tails, from the
-first byte on: `[num_kv_heads, rows, head_dim]` dense keys, then values. A page is as large as these at least. With
-dense windows, it must have so many tokens that it is anyway, so that no page wastes memory. A row of `page_table` then
-begins with two more numbers, that page and `tail_from`: see `reference.TailPages`.
+first byte on: `[num_kv_heads, rows, head_dim]` dense keys, then values. A page is at least as large as these. With
+dense windows, a page must hold enough tokens that their codes are at least as large as the tails, so that no page
+wastes memory. A row of `page_table` then begins with two more numbers, that page and `tail_from`: see
+`reference.TailPages`.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class PageLayout:
 
     @property
     def parts(self) -> list[PagePart]:
-        """The planes of a page with tokens, in the order of their bytes, then those of a page with tails."""
+        """The planes of a page with tokens, in the order of their bytes, then the planes of a page with tails."""
         return [*self._parts(_OF_TOKENS), *self._parts(_TAILS)]
 
     def _parts(self, names: Iterable[tuple[int, str]]) -> Iterator[PagePart]:
@@ -163,7 +164,7 @@ class PageLayout:
             stride: Bytes from one of its pages to the next. Like `begin`, a multiple of `PART_ALIGNMENT`.
 
         Returns:
-            Planes whose first axis counts pages, as many as `memory` holds.
+            Planes whose first axis counts the pages that fit into `memory`.
         """
         assert memory.dtype == torch.uint8 and memory.is_contiguous() and memory.storage_offset() == 0
         assert begin % PART_ALIGNMENT == 0 and stride % PART_ALIGNMENT == 0 and stride >= self.num_bytes

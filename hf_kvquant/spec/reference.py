@@ -394,7 +394,7 @@ def dequantize_tokens(
         residual_length: See `dequantize`.
         key_transform: See `dequantize`.
         is_ring: Whether rows are a ring.
-        num_seen: Only so many of the newest tokens count as held; 0 for all that there are rows for.
+        num_seen: How many of the newest tokens count as held; 0 for all that there are rows for.
         keeps_transform: See `dequantize`.
 
     Returns:
@@ -565,14 +565,14 @@ def decode_attention(
         query: `[batch, num_q_heads, q_len, head_dim]`.
         key: `[batch, num_kv_heads, capacity, head_dim]`; query head h uses head `h // num_q_per_kv`.
         value: `[batch, num_kv_heads, capacity, value head_dim]`.
-        lengths: `[batch]` int32: tokens held, those of the query included.
+        lengths: `[batch]` int32: tokens held, including the query's.
         softmax_scale: Multiplies query · key.
         starts: `[batch]` int32: first position that is not padding; `None` means 0.
         sinks: `[num_q_heads]` float32: logits that take part in the softmax but have no value (gpt-oss).
         alibi_slopes: `[num_q_heads]` float32.
         softcap: 0 for none.
         sliding_window: Positions visible to a query; 0 for all.
-        key_transform: The transform of `key`. Queries are transformed too, so logits are those of plain keys.
+        key_transform: The transform of `key`. Queries are transformed too, so logits are as with plain keys.
         is_dense: `[batch, capacity]` bool: keys that are not transformed.
         key_position: `[batch, capacity]` int64: position of each key and value in the sequence, negative for unused
             rows. By default the row's index.
@@ -635,7 +635,7 @@ def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) 
         other_lse: `lse` of the other part.
 
     Returns:
-        out: Like `out`, in new memory that lies as that of `out`; zero where nothing is attended in either part.
+        out: Like `out`, in new memory with its strides; zero where nothing is attended in either part.
         lse: Like `lse`.
     """
     # Where nothing is attended, -inf - -inf is NaN.
@@ -647,7 +647,7 @@ class TailPages(NamedTuple):
     """What a page table says of tails: its first columns, `[batch]` int32 each.
 
     Attributes:
-        page: Whose tail is that of the sequence.
+        page: The page that has the sequence's tail.
         tail_from: The first token that this tail may have, besides sinks. 0, or the number of tokens that the sequence
             took over from another one as codes: a multiple of `BLOCK_SIZE`, at most the tokens held before this call.
     """
@@ -673,7 +673,7 @@ def gather_pages(
     """Copy the pages of every sequence side by side: the planes of `page_table.shape[0]` sequences.
 
     Args:
-        planes: Their first axis is that of pages.
+        planes: The first axis counts pages.
         page_table: `[batch, pages of a sequence]` int32, tail pages left out: see `split_tails`. Numbers that are no
             page stand for pages without tokens.
         tail_page: `[batch]` int32: whose tail a sequence has; `None` without tails.
@@ -825,8 +825,8 @@ PACKED_GROUP_SIZES = (32, 64, 128, 256)
 def packed_linear(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_size: int) -> Tensor:
     """A linear layer with int4 weights in PyTorch's tiles for GPUs, up to the order in which products are added.
 
-    A weight is code · scale + zero, rounded to bfloat16, with codes that count from -8. The layout is that of
-    `aten::_convert_weight_to_int4pack` with 8 inner tiles, which torchao's `Int4TilePackedTo4dTensor` has.
+    A weight is code · scale + zero, rounded to bfloat16, with codes that count from -8. The layout comes from
+    `aten::_convert_weight_to_int4pack` with 8 inner tiles; torchao's `Int4TilePackedTo4dTensor` has it.
 
     Args:
         x: `[rows, inputs]` bfloat16, a multiple of 128 inputs.

@@ -64,7 +64,7 @@ class Buffers:
         return dataclasses.replace(self, shape=shape, capacity=capacity, planes=(key, value))
 
     def reorder(self, index: Tensor) -> None:
-        """Rewrite the planes in place with the sequences `index`, as many as there are: addresses do not change."""
+        """Rewrite the planes in place with the sequences `index`, one per sequence: addresses do not change."""
         for side in self.planes:
             for tensor in side.tensors():
                 tensor.copy_(tensor.index_select(0, index))

@@ -36,7 +36,7 @@ def step_plan(
     Args:
         operands: Of the layer.
         num_kv_heads: Of the layer.
-        lengths: `[batch]` int32: tokens held, those of the step included.
+        lengths: `[batch]` int32: tokens held, including the step's.
         plans: Made of these lengths already, by number of key-value heads. A new one is added. With the starts of
             another layer, a plan is as correct.
         query: `[batch, num_q_heads, q_len, head_dim]`.

@@ -187,7 +187,7 @@ class LayerStore:
 
     @property
     def length_group(self) -> LengthGroup | None:
-        """Keeps our length, and that of other layers, once buffers exist."""
+        """Keeps the length of this layer and of others, once buffers exist."""
         return self._membership.group
 
     @property
@@ -452,7 +452,7 @@ class LayerStore:
             )
 
     def flush(self) -> None:
-        """Write pending tokens into the planes; those of a chunk too long for a ring also to temporary buffers."""
+        """Write pending tokens into the planes; if a chunk is too long for a ring, also to temporary buffers."""
         if self.pending is None:
             return
         lengths, starts = self.lengths, self.starts
@@ -579,7 +579,7 @@ class LayerStore:
         return self._operands().dequantize(self.lengths, self.starts, keeps_transform=keeps_transform, **options)
 
     def dense_step(self, *, keeps_transform: bool = False) -> tuple[Tensor, Tensor]:
-        """`dequantize` for attention of the newest tokens: those of a chunk as the model made them. See `attend`.
+        """`dequantize` for attention of the newest tokens; a chunk's own stay as the model made them. See `attend`.
 
         Args:
             keeps_transform: Whether keys come as the key transform has made them, for queries that get it, too. Not for
@@ -647,7 +647,7 @@ class LayerStore:
         return self._counted().is_ragged(self._membership.member)
 
     def place(self, length: Count) -> None:
-        """Set the length, of every sequence. The planes must hold so many tokens. A ring has one for all sequences."""
+        """Set the length of every sequence. The planes must hold this many tokens. A ring has one for all sequences."""
         assert isinstance(length, int) or not self.window
         self._counted().place(self._membership.member, length)
         self.is_empty = length == 0

@@ -28,7 +28,7 @@ from .pool import BufferPool
 _ONE_STEP_BEHIND = -1
 _LOST = -2
 
-# Tokens of every sequence: one number if all have as many.
+# Tokens of every sequence: a single number if all are equally long.
 Count = int | tuple[int, ...]
 
 

@@ -2,7 +2,7 @@
 
 Codes, scales and zeros, which grow with the sequence, are moved. The rest (dense windows, frozen scales, transforms,
 lengths) stays on the GPU. The codes of a token never change, so in each step a layer's codes are copied to the GPU
-once, and only those of the new token back. With int4 that is a quarter of what transformers' own offloading moves.
+once, and only the new token's codes back. With int4 that is a quarter of what transformers' own offloading moves.
 
 When a layer's turn comes, the layers before it are sent to CPU memory, and the next layer is fetched on a separate
 stream, while this one attends. So at most two layers of a cache are on a device at a time. Everything that touches a

@@ -69,7 +69,7 @@ def _take_back(store: LayerStore, num_tokens: int) -> None:
 
 
 def _counts(store: LayerStore) -> tuple[int, ...]:
-    """Tokens of every sequence; a single number if all have as many."""
+    """Tokens of every sequence; a single number if all are equally long."""
     count = store.count()
     return (count,) if isinstance(count, int) else count
 
@@ -134,7 +134,7 @@ def _reopen(store: LayerStore, num_tokens: int) -> None:
 
 
 def _note_own(rows: Linear, counts: Sequence[int], own_from: Sequence[Sequence[int]]) -> None:
-    """Remember what `_own_from` is for sequences of so many tokens, as the most that it is relative to the longest."""
+    """Store `_own_from` relative to the longest sequence: the maximum over the batch."""
     longest = max(counts)
     key, value = (
         max(first + longest - length if first > 0 else 0 for first, length in zip(of_side, counts, strict=True))

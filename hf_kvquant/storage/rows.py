@@ -2,10 +2,10 @@
 
 `Linear` has a row for every position. `Ring` is for sliding windows: a query sees the last `window` positions, so the
 rows of older tokens are used again, and the layer does not grow. The token at position t is in row t mod capacity. The
-ops know this (`is_ring`), so nothing is moved, and positions and lengths are those of the whole sequence. A ring has
-room for `BLOCK_SIZE` more than `window - 1` tokens, so that in a step of several tokens the first query still finds its
-window. Buffers smaller than a ring have one row per position: growing caches start with them, and some static caches
-never need more. A ring grows while it records the past for a crop.
+ops know this (`is_ring`), so nothing is moved, and positions and lengths count the whole sequence. A ring has room for
+`BLOCK_SIZE` more than `window - 1` tokens, so that in a step of several tokens the first query still finds its window.
+Buffers smaller than a ring have one row per position: growing caches start with them, and some static caches never need
+more. A ring grows while it records the past for a crop.
 
 The codes that attention reads from a ring are bit for bit those that it would read from the whole sequence with the
 window as its mask. With a static cache, nothing here waits for the device.
@@ -192,7 +192,7 @@ class Ring(Linear):
         return 0 if self.max_cache_len is not None else length - self.num_shown(length)
 
     def origin(self, lengths: Tensor, old: int, new: int) -> Tensor | None:
-        """Rows whose token is no longer held get that of another; no query sees them."""
+        """Rows whose token is no longer held are filled with another token; no query sees them."""
         return reference.ring_positions(lengths[:1], new)[0] % old
 
     def note_resized(self) -> None:

@@ -17,8 +17,8 @@ _META = torch.device("meta")
 def held_planes(store: LayerStore) -> Sides:
     """The planes of keys and of values, cut to the tokens held. Views, except for the tail and of offloaded layers.
 
-    Tails have no slack, and unused rows of them are zeroed: they may hold cropped tokens, or those of a cache that had
-    the buffers before, and these must not be disclosed.
+    Tails have no slack, and their unused rows are zeroed: such a row may hold a token that was cropped or left by an
+    earlier user of the buffers, and must not be disclosed.
 
     Returns:
         Planes of `num_coded` tokens each (of a ring at most its rows) with the whole tail.

@@ -29,7 +29,7 @@ class Tally:
         self.pairs_read: int | None = None
 
     def note_fallback(self, reason: str, num_pairs: int) -> None:
-        """Count a step that attends to dequantised tensors, over so many pairs, and log each reason once."""
+        """Count a step that attends to dequantised tensors, over `num_pairs` pairs, and log each reason once."""
         self.fallbacks[reason] += 1
         self.pairs_dequantized += num_pairs
         if self.outer is not None:

@@ -28,7 +28,7 @@ class Unrolled:
         planes: Of keys and of values, with the tokens from position `begin` on.
         operands: Of these planes.
         begin: 0-d int64, a multiple of `BLOCK_SIZE`: position of the first token.
-        lengths: `[batch]` int32: tokens from there on, those of the chunk included.
+        lengths: `[batch]` int32: tokens from there on, including the chunk's.
     """
 
     planes: tuple[Planes, Planes]
@@ -54,7 +54,7 @@ class Unrolled:
             starts: `[batch]` int32: first position that is not padding; `None` for 0.
             begin: Position of the first token that is shown.
             num_tokens: How many are shown.
-            num_seen: Only so many of the newest tokens are not zero.
+            num_seen: The result is zero for all but this many of the newest tokens.
             dtype: Of the result.
         """
         # The host does not know where these buffers begin: all of their tokens, then those that are shown.
@@ -85,7 +85,7 @@ def unroll(
         layout: Of the ring.
         key_transform: Of the ring.
         new: Keys and values of the chunk.
-        lengths: `[batch]` int32: tokens held per sequence, those of the chunk included.
+        lengths: `[batch]` int32: tokens held per sequence, including the chunk's.
         starts: `[batch]` int32: first position that is not padding; `None` for 0.
     """
     q_len, capacity, device = new[0].shape[2], ring[0].codes.shape[2], lengths.device

@@ -9,8 +9,8 @@ square m, the rotated codes cost the logits least with
 up to a constant of the head: the error that a factor takes from its own channel, it adds to the others. Calibration
 (`smooth_attention`) tries the same factors, among others, on real text, and its results go before these. Here v and m
 come from one forward over random tokens. That is a rough measure, so only heads with large outliers get factors: in
-SmolLM2-135M-Instruct, exponents from 512 random tokens correlate by 0.8 with those of text, from 128 by 0.7. (Norms of
-the rows of projections, which need no forward, do not at all: -0.16.)
+SmolLM2-135M-Instruct, exponents from 512 random tokens correlate by 0.8 with exponents from text, from 128 by 0.7.
+(Norms of the rows of projections, which need no forward, do not at all: -0.16.)
 
 Factors are powers of two, so they round nothing. Variances leave out what all keys share: a centre, or the zeros of
 channels, take that.

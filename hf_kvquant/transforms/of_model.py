@@ -1,9 +1,9 @@
 """Chooses the key transform of each layer from a model and a config. Caches of that model are built with it.
 
 A config names the steps; the model holds their tensors. Centres come from the key biases (`centering.py`), found when
-first needed, or from calibration text. Smoothing factors are those of calibration that are not folded into the weights;
-without calibration, heads with large outliers get some (`balancing.py`). Attention is exact with any of these tensors,
-so they need not follow changes of the weights.
+first needed, or from calibration text. Smoothing factors come from calibration, unless they are folded into the
+weights; without calibration, heads with large outliers get some (`balancing.py`). Attention is exact with any of these
+tensors, so they need not follow changes of the weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def transforms_of(model: PreTrainedModel) -> ModelTransforms:
 
 
 def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) -> None:
-    """Set the centres, such as those of calibration, for the caches that a model makes from now on.
+    """Set the centres, such as from calibration, for the caches that a model makes from now on.
 
     They are `[num_kv_heads, head_dim]` float32, by layer index. `None` removes them; the next cache that needs centres
     finds them in the biases again. Pass `None` after changing the weights.
@@ -153,8 +153,8 @@ def _found_in(
 def _of_this_rank(model: PreTrainedModel, tensors: Mapping[int, Tensor], name: str) -> dict[int, Tensor]:
     """The part of tensors set on a model that belongs to the heads of this rank, as views.
 
-    The tensors may cover all heads, or only this rank's. Their shape and that of a key tell which of the two. To get
-    that key, the first call on a sharded model sends one token through it, so all ranks have to make that call.
+    The tensors may cover all heads, or only this rank's. Comparing their shape with a key's tells which of the two. To
+    get this key, the first call on a sharded model sends one token through it, so all ranks have to make that call.
     """
     rank, num_ranks = rank_of(model)
     if num_ranks == 1 or not tensors:

@@ -23,8 +23,8 @@ class Contract:
 
     Attributes:
         ours: The file of this package that must follow if it changes.
-        theirs: Its name, with that of its module.
-        parameters: Those that it must have, or the fields of a dataclass.
+        theirs: Its dotted name, module first.
+        parameters: The parameters that it must have, or the fields of a dataclass.
         mentions: What its source must contain: names that ours reads or sets on objects that pass through it.
         is_replaced: Whether ours is called in its place, so that it may have no others.
     """
@@ -203,7 +203,7 @@ def _changed(room: str | None) -> str | None:
 
 
 def _resolve(name: str) -> Any:
-    """What a name with that of its module stands for."""
+    """What a dotted name, module first, stands for."""
     module, _, rest = name.rpartition(".")
     while module:
         try:

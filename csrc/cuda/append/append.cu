@@ -387,7 +387,7 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_c
   if (update.length > update.old) copy_to_tail(jobs, job, update, b, head - b * jobs.num_kv_heads);
 }
 
-// --- rows of more than 256 channels, those of latents
+// --- rows of more than 256 channels, for latents
 
 // The channels of this lane are a pair of chunks.
 template <Storage kStorage, bool kIsSymmetric>
@@ -557,7 +557,7 @@ void append(const AppendParams& params, void* stream) {
                     params.residual_length,
                     laps_of(params),
                     max_length_of(params)};
-  // Only so many of the newest tokens get rows. Blocks of tokens and tails may take older ones.
+  // At most `capacity` of the newest tokens get rows in a ring. Blocks of tokens and tails may take older ones.
   const int num_rows = params.is_ring ? std::min(q_len, params.capacity) : q_len;
   Jobs of_rows = all;
   for (Job& job : of_rows.jobs) job = newest(job, num_rows);

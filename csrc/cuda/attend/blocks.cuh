@@ -33,7 +33,7 @@ class Blocks {
                 "a step of the tail is in consecutive rows");
 
  public:
-  // Prefetches a warp's rows of the tail: those of tokens `begin` ... `end` - 1 that are in its step.
+  // Prefetches a warp's rows of the tail, for tokens `begin` ... `end` - 1 that are in its step.
   static __device__ __forceinline__ void expect_tail(const DecodeParams& params, const DecodePlan& plan,
                                                      const Segment& segment, int begin, int end, int warp, int lane) {
     constexpr int kLineBytes = 128, kLines = (Shape::kHeadDim * 2 + kLineBytes - 1) / kLineBytes;
@@ -65,8 +65,8 @@ class Blocks {
     });
   }
 
-  // Scores of a step, plus `base`. Factors count codes in units of their low nibbles. `constants` are those of rows,
-  // which scores of codes lack: the others lose them.
+  // Scores of a step, plus `base`. Factors count codes in units of their low nibbles. `constants` belong to query rows.
+  // Scores of codes lack them, so they are subtracted from dense scores.
   __device__ __forceinline__ void score(const DecodeParams& params, const Segment& segment, const float* constants,
                                         const unsigned char* stage, int step, const float (&factor)[kColumns],
                                         const float (&base)[kColumns], float (&score)[kTiles][2][kColumns]) const {

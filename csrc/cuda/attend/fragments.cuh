@@ -53,7 +53,7 @@ struct RowLayout {
     return (lane_offset ^ static_cast<uint32_t>((b & kShift) * kRowBytes | further)) + b * 8 * kRowBytes;
   }
 
-  // The place of 16-byte chunk `i * kLanes + lane` of a step's rows in token order, from that of chunk `lane`.
+  // The place of 16-byte chunk `i * kLanes + lane` of a step's rows in token order, from the place of chunk `lane`.
   template <int kHalves>
   static __host__ __device__ constexpr uint32_t copied_at(uint32_t lane_offset, int i) {
     constexpr int kFlipped = kShift * kRowBytes | (kRowBytes - 1);
@@ -129,8 +129,8 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
   const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
   return static_cast<uint32_t>(halves.x) | static_cast<uint32_t>(halves.y) << 16;
 #else
-  // By hand, since the header decodes number by number, with branches. The bits are those of a float16 number that is
-  // 2^8 times smaller, subnormals included. NaN, which is never stored as a code, becomes 480.
+  // By hand, since the header decodes number by number, with branches. The bits form a float16 number 2^8 times
+  // smaller, subnormals included. NaN, which is never stored as a code, becomes 480.
   const uint32_t high = __byte_perm(pair, 0, 0x1404);
   return multiply_halves((high & 0x80008000u) | (high & 0x7f007f00u) >> 1, 0x5c005c00u);
 #endif
@@ -149,7 +149,7 @@ __device__ __forceinline__ constexpr uint32_t mask_of_place(Storage storage, int
   return ((1u << bits_of(storage)) - 1) * 0x00010001u << place;
 }
 
-// The code that is subtracted from those of int4 and int2.
+// The code that is subtracted from int4 and int2 codes.
 __device__ __forceinline__ constexpr float middle_code(Storage storage) {
   return static_cast<float>(1 << (bits_of(storage) - 1));
 }

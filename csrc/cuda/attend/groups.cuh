@@ -1,5 +1,5 @@
 // What WarpAttention does differently where scales belong to groups of 32 channels. Scales and zeros of four groups are
-// as many numbers as a word of codes, so they go through the tensor cores too wherever they can.
+// as many numbers as a word of codes holds, so they also go through the tensor cores wherever they can.
 //
 // Scores. A mask turns codes into float16. Each group has its own accumulator, which is multiplied by its scale:
 //     score = factor · Σ_j scale_j · (query_j · codes_j) + Σ_j zero_j · Σ query_j.
@@ -25,7 +25,7 @@ class Groups {
   static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
   static constexpr int kColumnTiles = Shape::kColumnTiles, kColumnsPerTile = Shape::kColumnsPerTile;
   static constexpr int kNumGroups = Shape::kNumGroups, kQuads = GroupedQueryOperands<Shape>::kQuads;
-  static constexpr int kWordBytes = kHalves * 2;  // scales of a slot: word i holds those of tile i, halves 0 and 1
+  static constexpr int kWordBytes = kHalves * 2;  // scales of a slot: word i is for tile i, halves 0 and 1
   using Operand = uint32_t[kTiles][kNumGroups][kColumnTiles][2];
 
  public:

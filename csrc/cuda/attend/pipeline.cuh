@@ -19,8 +19,8 @@
 namespace hf_kvquant::cuda {
 
 // `kBlockChannels`: the channels of the keys in granularity channel, else 0. A stage then has the keys' scales and
-// zeros of the step's block, channel by channel, instead of those of its tokens. Codes of keys end with the last full
-// block: the unfinished one has none (blocks.cuh).
+// zeros of the step's block, channel by channel, instead of its tokens' scales and zeros. Codes of keys end with the
+// last full block: the unfinished one has none (blocks.cuh).
 template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep,
           int kBlockChannels, bool kIsPaged>
 class Pipeline {
@@ -342,7 +342,7 @@ class Pipeline {
   }
 
   // Copies the scales and zeros of the step's block, which is at `row`, with pages in the one that in_page calls `page`.
-  // Those of the unfinished block are not read.
+  // The unfinished block's scales and zeros are not read.
   __device__ __forceinline__ void fill_block(int head_dim, uint32_t page, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
     const uint32_t block = row / kBlockSize;

@@ -2,14 +2,13 @@
 // grid work this out themselves.
 //
 // A unit is the work for one result: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into
-// steps, aligned to multiples of `kStepTokens`; a round is as many steps as a thread block has warps. `num_splits`
-// thread blocks take rounds in turn, by their place in the sequence alone. So results repeat bit for bit, with a fixed
-// number of splits in every batch, and without padding or a window a thread block knows where it begins before it knows
-// the length. Parts of a unit meet in the workspace, where the last one combines them (combine.cuh).
+// steps, aligned to multiples of `kStepTokens`; a round has one step per warp of a thread block. `num_splits` thread
+// blocks take rounds in turn, by their place in the sequence alone. So results repeat bit for bit, with a fixed number
+// of splits in every batch, and without padding or a window a thread block knows where it begins before it knows the
+// length. Parts of a unit meet in the workspace, where the last one combines them (combine.cuh).
 //
 // The caller may deal the work by a split plan instead: each entry is a share of a sequence, long ones first, and
-// sequences have as many shares as their lengths ask for. hf_kvquant/ops/planning.py makes it. Only kernels for pages
-// take one.
+// a sequence's length sets its number of shares. hf_kvquant/ops/planning.py makes it. Only kernels for pages take one.
 //
 // Tried and no faster (H200, 2026-11): persistent thread blocks that fetch their next part and start its copies before
 // the last part is merged, and an even distribution of all steps, whatever the lengths: neither hides the fixed cost of

@@ -7,7 +7,7 @@
 
 namespace hf_kvquant::cuda {
 
-// Bits of a value in a row. Those of storage type `none` are 16-bit numbers here.
+// Bits of a value in a row. Values of storage type `none` are 16-bit numbers here.
 constexpr int width_of(Storage storage) { return storage == Storage::none ? 16 : bits_of(storage); }
 
 // With `kRows` 4, the high and low bytes of an integer query share a column tile (kIsPaired), which halves the work on

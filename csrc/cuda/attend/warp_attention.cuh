@@ -213,7 +213,7 @@ class WarpAttention {
     });
 
     // --- values. Those that a row does not attend to may be NaN, and 0 · NaN would be NaN. So where rows do not all
-    // attend to the same tokens of the tile, those of each query token are multiplied on their own.
+    // attend to the same tokens of the tile, values are multiplied for each query token separately.
     const int last_row = min(first_row + Shape::kRows, rows.num_rows) - 1;
     const int first_query = rows.token(first_row), last_query = rows.token(last_row);
     const auto sees = [&](int query, int token) {
@@ -325,7 +325,7 @@ class WarpAttention {
   // The query row, within the tile, of a lane's column.
   __device__ __forceinline__ int row_of(int column) const { return Shape::row_of(column, t_); }
 
-  // Scales of this lane's tokens: word i holds those of tile i, halves 0 and 1.
+  // Scales of this lane's tokens: word i is for tile i, halves 0 and 1.
   template <bool kHasZero>
   __device__ __forceinline__ void load_scales(const unsigned char* scales_at, const unsigned char* zeros_at,
                                               uint32_t (&scales)[kTiles], uint32_t (&zeros)[kTiles]) const {

@@ -170,7 +170,7 @@ class Attention {
       pin(scores);
       leave(0, key_stage);
       if (__builtin_expect(is_partial, 0)) {
-        // Rare, and short of registers: those of the weights are free once the products are done.
+        // Rare, and short of registers: the weights' registers are free once the products are done.
         wait_for_products<0>();
         for_all<kParts>([&](int n) { pin(output_[n]); });
         pin(weights);
@@ -359,7 +359,7 @@ class Attention {
   float output_[kParts][kOutputs];
 };
 
-// The result of a part in the workspace: that of combine.cuh, and the constants of its rows.
+// The result of a part in the workspace: `Partial` of combine.cuh, and the constants of its rows.
 template <class Shape>
 struct ChunkPartial : Partial<Shape::kRows, Shape::kHeadDim> {
   using Base = Partial<Shape::kRows, Shape::kHeadDim>;

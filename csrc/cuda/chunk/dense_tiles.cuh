@@ -1,5 +1,5 @@
-// Tiles with tokens that are no codes: those of the tail, and of a chunk. They are the same for all row tiles of a head.
-// So `fill_dense` fills each once, in a launch before, and the warpgroups that fill tiles only copy them.
+// Tiles with tokens that are no codes: tiles of the tail, and of a chunk. They are the same for all row tiles of a
+// head. So `fill_dense` fills each once, in a launch before, and the warpgroups that fill tiles only copy them.
 #pragma once
 
 #include "../attend/combine.cuh"

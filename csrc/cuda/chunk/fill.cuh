@@ -18,8 +18,8 @@ __device__ __forceinline__ uint32_t scaled(uint32_t x, uint2 scale_zero) {
 }
 
 // Codes `eight` · 8 ... + 7 of a thread's words as float16 numbers, in the order of place_of_channel: e4m3 codes as they
-// are, integers as subnormal numbers, which are as many times smaller as unit_of_pair says. One mask or permutation
-// unpacks two codes.
+// are, integers as subnormal numbers, which are smaller by the factor of unit_of_pair. One mask or permutation unpacks
+// two codes.
 template <Storage kStorage>
 __device__ __forceinline__ void unpack(const uint32_t* of_thread, int eight, uint32_t (&halves)[4]) {
   if constexpr (kStorage == Storage::int2) {
@@ -376,7 +376,7 @@ class Filler {
 
   static constexpr int kUnits = is_integer(kStorage) ? 8 / bits_of(kStorage) : 1;
 
-  // A scale in the unit of the lowest code of a byte, in that of code `k`, both halves.
+  // Converts a scale, both halves, from the unit of a byte's lowest code to the unit of code `k`.
   static __device__ __forceinline__ uint32_t in_unit(uint32_t halves, int k) {
     constexpr uint32_t kOne = 0x3c003c00u, kHalving = 0x04000400u;
     return k == 0 ? halves : multiply_halves(halves, kOne - kHalving * (bits_of(kStorage) * k));

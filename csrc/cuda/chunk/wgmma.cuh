@@ -1,5 +1,5 @@
 // Instructions of compute capability 9.0 that the chunk kernel uses: products of a warpgroup (four warps), barriers in
-// shared memory, and registers that move between warpgroups. Layouts are those of the PTX manual ("Asynchronous
+// shared memory, and registers that move between warpgroups. Layouts are as in the PTX manual ("Asynchronous
 // warpgroup-level matrix instructions").
 //
 // A result of 64 rows by N columns is in N / 2 registers: warp w of the warpgroup has rows 16w ... 16w + 15, and lane
@@ -169,7 +169,7 @@ struct Barrier {
                  : "memory");
   }
 
-  // The same, and the phase also waits for so many bytes to be copied.
+  // The same, and the phase also waits until `num_bytes` bytes are copied.
   __device__ __forceinline__ void arrive_and_expect(int num_bytes) {
 #if KVQ_HAS_WGMMA
     asm volatile("{.reg .b64 old; mbarrier.arrive.expect_tx.shared::cta.b64 old, [%0], %1;}" ::"r"(
@@ -202,7 +202,7 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int num_by
 #endif
 }
 
-// Waits for `kThreads` threads of the thread block; barrier 0 is that of __syncthreads.
+// Waits for `kThreads` threads of the thread block; barrier 0 is used by __syncthreads.
 template <int kNumber, int kThreads>
 __device__ __forceinline__ void meet() {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");

@@ -1,5 +1,5 @@
 // What all kernels share: reading and writing values and rows of codes. A lane takes eight consecutive channels at a
-// time, which are in one group for every group size. Layouts are those of format.h.
+// time, which are in one group for every group size. Layouts are in format.h.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -45,7 +45,7 @@ struct Laps {
   int num_rows;         // of a lap, a multiple of kBlockSize; INT32_MAX for a single lap
   unsigned reciprocal;  // ⌈2²³⁺ˢ / blocks of a lap⌉, s being `shift`; 0 for a single lap
   int shift;            // ⌈log2 of the blocks of a lap⌉
-  const int32_t* pages;  // of the laps of a sequence, page_stride apart from those of the next; nullptr: none
+  const int32_t* pages;  // of the laps of a sequence; the next sequence is page_stride further; nullptr: none
   int page_stride, num_pages;
   const int32_t* tail_pages;  // CacheParams::tail_pages
 

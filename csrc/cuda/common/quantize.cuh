@@ -519,7 +519,7 @@ __device__ __noinline__ void quantize_columns(const Side& side, const KeyTransfo
   for (int row = 1; row < rows; ++row) {
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
-      // Lanes of the first row get those of the others as these were: no lane that is read has been joined.
+      // Lanes of the first row read the other rows' own ranges: no lane that is read has joined another.
       const float low = __shfl_down_sync(kAllLanes, ranges[k].low, row * lanes_per_row);
       const float high = __shfl_down_sync(kAllLanes, ranges[k].high, row * lanes_per_row);
       if (row_of_lane == 0) include(k, low, high);

@@ -1,5 +1,5 @@
 // Transforms keys before they are quantised, and queries to match, where the channels of a row are spread over
-// neighbouring lanes. Every rounding is that of reference.transform_key and transform_query, so every operation is an
+// neighbouring lanes. Every rounding matches reference.transform_key and transform_query, so every operation is an
 // intrinsic that the compiler does not contract. append.cu and attend.cuh call this for keys, query.cuh and
 // decode_general.cu for queries, never in a loop over stored tokens.
 #pragma once

@@ -1,13 +1,13 @@
 // The fused ops between the linear layers of a decode step, one launch each: RMSNorm, with the addition before it if
-// there is one, rotary embedding, silu(gate) · up. Every rounding is that of the separate PyTorch kernels that these
+// there is one, rotary embedding, silu(gate) · up. Every rounding matches the separate PyTorch kernels that these
 // replace, so that a captured step chooses the same tokens as an uncaptured one.
 //
 // Products and sums are intrinsics, since the compiler would contract them. That leaves the order in which a row is
-// summed. In PyTorch (2.10 and later, ATen/native/cuda/Reduce.cuh), `width` x `height` threads read a row of squares,
-// as many as the shape determines (`summing_threads`): thread t takes vectors t, t + width · height, ... of four
-// numbers, and sums each of the four separately. The four are added from the first to the last, then threads by halves
-// along the width, then along the height. Here, a thread block has one row and at least as many threads; spare threads
-// help to load and to write.
+// summed. In PyTorch (2.10 and later, ATen/native/cuda/Reduce.cuh), `width` x `height` threads read a row of squares;
+// the shape sets both (`summing_threads`). Thread t takes vectors t, t + width · height, ... of four numbers, and sums
+// each of the four separately. The four are added from the first to the last, then threads by halves along the width,
+// then along the height. Here, a thread block has one row and at least width · height threads; spare threads help to
+// load and to write.
 #include <cuda_runtime.h>
 
 #include <algorithm>

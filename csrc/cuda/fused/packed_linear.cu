@@ -1,12 +1,12 @@
-// A linear layer with torchao's tile-packed int4 weights, for the few rows of a decode step. The result is bitwise that
-// of PyTorch's own kernel for these weights, aten::_weight_int4pack_mm: both multiply 16 inputs by one tensor core
-// instruction, add the products of a warp one by one in float32, and then those of eight warps in order. A captured
+// A linear layer with torchao's tile-packed int4 weights, for the few rows of a decode step. The result is bitwise the
+// same as from PyTorch's own kernel for them, aten::_weight_int4pack_mm: both multiply 16 inputs by one tensor core
+// instruction, add the products of a warp one by one in float32, and then the sums of eight warps in order. A captured
 // step may therefore use either.
 //
 // What differs is how memory is read. PyTorch's kernel loads a slice, then multiplies it, and reads rows in words of 4
 // bytes. Here, a warp keeps several slices of weights under way while it multiplies one, and begins before the
 // previous launch ends. And the weights are the A operand: 16 outputs by 8 rows in one instruction instead of 8 outputs
-// by 16 rows, so few rows take half as many. One row then takes 0.6 of the time, eight rows 0.4 (layers of Llama 3 8B,
+// by 16 rows, so few rows need half of these. One row then takes 0.6 of the time, eight rows 0.4 (layers of Llama 3 8B,
 // H200, 2026-11). Thread blocks that went through several pairs of tiles took 1.1 times as long, and more registers.
 //
 // Layout of the codes, [num_outputs / 8, num_inputs / 128, 32, 4] int32: a tile has 8 outputs, a slice of it 128

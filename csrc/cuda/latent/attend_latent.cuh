@@ -248,8 +248,8 @@ __device__ __forceinline__ void prepare_query(const DecodeParams& params, const 
 // --- scores
 
 // Products of kBytes of codes of 16 keys with the query. `keys` is this lane's part of an `ldmatrix` of two times 16
-// bytes, `query` that of the first block, both in shared memory. Integer products begin at `start` for each query row
-// of the lane; codes of 4 bits count from 0, those of 8 from 0, too, whose middle is 128.
+// bytes, `query` its part of the first block, both in shared memory. Integer products begin at `start` for each query
+// row of the lane; codes of 4 and of 8 bits count from 0; with 8 bits, the middle is 128.
 template <class Shape, Storage kStorage, int kBytes>
 __device__ __forceinline__ void multiply_keys(uint32_t keys, uint32_t query,
                                               const int (&start)[2 * Shape::kColumnTiles],
@@ -514,7 +514,7 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
         const int column = min(2 * n + (lane >> 4), kColumnTiles - 1);
         load_matrices<true>(weights + weights_place<Shape>(16 * step + (lane & 15), column), weight[n]);
       });
-      if (is_uneven) {  // the tokens of a step are those of a warp
+      if (is_uneven) {  // the tokens of a step belong to one warp
         for_all<kColumnTiles>([&](int n) {
           const float own = exp2_below(maxima[step * kRows + 8 * n + g], kept[n]);
           const uint32_t factors = pack_halves(own, own);

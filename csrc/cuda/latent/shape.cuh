@@ -62,8 +62,8 @@ struct LatentShape {
   static constexpr int kOutputTiles = kWarpChannels / 16;
   static constexpr int kLoads = kLatentBytes / kLatentWarps / 32;  // of two chunks
 
-  // The channel of row g (`i` 0) or g + 8 (1) of output tile j, among those of the warp: a pair of bytes has two
-  // channels, or four, which are the rows of two tiles.
+  // The channel of row g (`i` 0) or g + 8 (1) of output tile j, among the warp's: a pair of bytes has two channels, or
+  // four, which are the rows of two tiles.
   static __device__ __forceinline__ int channel(int g, int j, int i) {
     return kHasZero ? j / 2 * 32 + 4 * g + j % 2 * 2 + i : 16 * j + 2 * g + i;
   }

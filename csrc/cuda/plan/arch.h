@@ -33,9 +33,9 @@ constexpr ArchSpec not_measured(double gigabytes) {
   return spec;
 }
 
-// The numbers for a GPU with a compute capability such as 90. H100 and H200 have as many multiprocessors, so all GPUs
-// of 9.0 share the numbers of the H200; so do GPUs that are not listed, on which the ratio of a full wave to a partial
-// one still chooses well enough.
+// The numbers for a GPU with a compute capability such as 90. H100 and H200 have the same number of multiprocessors, so
+// all GPUs of 9.0 share the numbers of the H200; so do GPUs that are not listed, on which the ratio of a full wave to a
+// partial one still chooses well enough.
 constexpr ArchSpec arch_of(int capability, int num_multiprocessors) {
   struct Row {
     int capability, num_multiprocessors;

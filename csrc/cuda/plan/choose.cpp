@@ -31,7 +31,7 @@ bool has_copyable_scales(const Side& side) {
          (side.zero == nullptr || is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g));
 }
 
-// Whether rows of codes can be copied 4 bytes at a time; those of int2 may be of any even number of bytes.
+// Whether rows of codes can be copied 4 bytes at a time; int2 rows may have any even number of bytes.
 bool has_copyable_codes(const Side& side) {
   const int64_t all = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h |
                       side.codes_stride_t | row_bytes_of(side);
@@ -128,7 +128,7 @@ bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int6
   if (new_tokens->q_len > (is_blocked ? kMaxAppendedToBlock : kMaxAppended)) return false;
   const int window = new_tokens->residual_length;
   if (new_tokens->sink_length + window > 0) {
-    // The tail gets only the tokens of windows: not those of a block that begins behind the first tokens.
+    // The tail gets only the tokens of windows, not the tokens of a block that begins behind the first tokens.
     if (is_blocked && window == 0) return false;
     if (!has_aligned_rows(new_tokens->key) || !has_aligned_rows(new_tokens->value)) return false;
   }

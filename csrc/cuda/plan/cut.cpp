@@ -27,10 +27,10 @@ Occupancy find_occupancy(const AttendKernel& kernel, int num_warps, const Device
   return found;
 }
 
-// Predicts the time of a cut, in microseconds. Thread blocks run in waves. Those of a wave share the bandwidth, every
-// multiprocessor alike, but none reads faster than its warps compute. Nothing is read during the first start and the
-// last end; between waves, other thread blocks of a multiprocessor fill in as far as they can. Combining takes longer
-// the more parts there are.
+// Predicts the time of a cut, in microseconds. Thread blocks run in waves. A wave's thread blocks share the bandwidth,
+// every multiprocessor alike, but none reads faster than its warps compute. Nothing is read during the first start and
+// the last end; between waves, other thread blocks of a multiprocessor fill in as far as they can. Combining takes
+// longer the more parts there are.
 double predict(const AttendKernel& kernel, const ArchSpec& arch, int num_multiprocessors, int64_t num_units,
                int64_t steps, const Cut& cut) {
   const int64_t rounds = (steps + cut.num_warps - 1) / cut.num_warps;

@@ -169,7 +169,7 @@ void check_support(const char* where, const Side& side, int max_head_dim) {
 
 namespace {
 
-// The tiles of a side that have tokens without codes, at most, wherever these begin: those of the tail, and of a chunk.
+// The most tiles of a side that have tokens without codes, wherever these begin: tiles of the tail, and of a chunk.
 DensePlan dense_plan(const DecodeParams& params, const Side& side, int tile_tokens) {
   const auto most_tiles = [&](int num_tokens) {
     return num_tokens == 0 ? 0 : (num_tokens + tile_tokens - 2) / tile_tokens + 1;

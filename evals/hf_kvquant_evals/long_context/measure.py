@@ -137,7 +137,7 @@ def checked_scores(
 
 @torch.inference_mode()
 def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[str, KVQuantConfig]) -> dict[str, Scores]:
-    """Ask a model, which is left as it was, all prompts, of the same shape, at once, through one cache per config.
+    """Score prompts of one shape in one batch, through one cache per config. The model is not changed.
 
     The model runs over the contexts once: its keys and values are then written to every cache, each in its own format.
     Models with layers that do not keep everything run over the contexts once per config.

@@ -26,7 +26,8 @@ class RecipesLM(ScoringLM):
     Args:
         model: Not patched.
         tokenizer: Of the model.
-        text: `[tokens]` int64. As much of its beginning stands before an item as fills the cache with so many tokens.
+        text: `[tokens]` int64. Each item follows the start of this text, just long enough to fill the cache with
+            `tokens` tokens.
         caches: By name, what makes an empty growing cache.
         batch_size: Rows per forward.
 
