@@ -50,7 +50,6 @@ bool has_multipliable_values(const Side& side, Dtype query_dtype) {
   return side.storage != Storage::none || side.dense_dtype == query_dtype;
 }
 
-// Whether new tokens are 16-bit numbers, in rows at multiples of 16 bytes.
 // Whether the kernels of a row compute what the formats of a call mean.
 bool serves(const AttendRow& row, const Side& keys, const Side& values) {
   const auto has_groups = [](const Side& side) { return side.num_groups > 1; };
