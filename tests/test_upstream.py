@@ -23,6 +23,8 @@ from hf_kvquant.upstream.contracts import CONTRACTS, Contract, changed_overrides
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_kvquant"
+# Evaluations, whose files are named with their package here.
+EVALS = "hf_kvquant_evals"
 # What the server and evaluations need, and is not installed everywhere.
 EXTRAS = ("fastapi", "lm_eval", "matplotlib", "jinja2")
 
@@ -45,7 +47,12 @@ def why_absent(path: str) -> str | None:
 
 
 def module_of(path: str) -> str:
-    return "hf_kvquant." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    package = "" if path.startswith(EVALS) else "hf_kvquant."
+    return package + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def source_of(path: str) -> str:
+    return ((ROOT / "evals" if path.startswith(EVALS) else PACKAGE) / path).read_text()
 
 
 def skip_absent(path: str) -> None:
@@ -63,7 +70,7 @@ def test_theirs_is_as_ours_expects(contract: Contract) -> None:
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=names_of)
 def test_each_contract_is_needed_by_its_file(contract: Contract) -> None:
-    source = (PACKAGE / contract.ours).read_text()
+    source = source_of(contract.ours)
     if contract.ours == "upstream/releases.py":
         assert releases.CACHE in contract.parameters + contract.mentions
     else:
@@ -73,12 +80,13 @@ def test_each_contract_is_needed_by_its_file(contract: Contract) -> None:
 
 
 def files() -> list[str]:
-    return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+    roots = (PACKAGE, PACKAGE), (ROOT / "evals", ROOT / "evals" / EVALS)
+    return sorted(str(path.relative_to(root)) for root, folder in roots for path in folder.rglob("*.py"))
 
 
 def imports_of(path: str) -> Iterator[tuple[str, str]]:
     """Module and name of everything that a file of ours imports from transformers, wherever it does."""
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+    for node in ast.walk(ast.parse(source_of(path))):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("transformers"):
             yield from ((node.module or "", alias.name) for alias in node.names)
 
@@ -87,7 +95,7 @@ def imports_of(path: str) -> Iterator[tuple[str, str]]:
 def test_what_a_file_imports_is_there(path: str) -> None:
     skip_absent(path)
     for module, name in imports_of(path):
-        assert hasattr(importlib.import_module(module), name), f"{module}.{name}: hf_kvquant/{path} must follow"
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}: {module_of(path)} must follow"
 
 
 def modules() -> list[str]:
@@ -116,7 +124,7 @@ def private_names() -> dict[str, set[str]]:
     own: set[str] = set()
     read: dict[str, set[str]] = {}
     for path in files():
-        for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        for node in ast.walk(ast.parse(source_of(path))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 own.add(node.name)
             elif isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-z]\w*", node.attr):
