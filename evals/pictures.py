@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import render_real
+from parts import Picture
 
 from hf_kvquant_evals.report.plots import INK, MUTED, PALETTE, label, picture
 
@@ -188,3 +189,10 @@ def described_case(name: str) -> str:
     """`8 sequences of 16k tokens`, on two lines."""
     batch, context = name.split("x")
     return f"{batch} sequence{'' if batch == '1' else 's'}\nof {context} tokens"
+
+
+PICTURES = (
+    Picture("presets", ("fidelity", "real_generate", "real_windows", "decode"), plotted_presets, draw_presets),
+    Picture("decode", ("decode",), plotted_decode, draw_decode),
+    Picture("generate", ("generate",), plotted_generate, draw_generate),
+)

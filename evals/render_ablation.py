@@ -6,13 +6,14 @@ outliers alone, and from those of a larger model.
 
 from __future__ import annotations
 
-from typing import Any
+from parts import Part, Results
 
 from hf_kvquant.common.tables import markdown_table as table
 
 
-def cost_table(results: dict[str, Any], with_outliers: dict[str, Any]) -> str:
+def cost_table(files: Results) -> str:
     """Per weights and cache: perplexity, what each of both costs, and accuracy."""
+    results, with_outliers = files.values()
     hard = {(row["weights"], row["cache"]): row for row in with_outliers["rows"]}
     lines = []
     for row in results["rows"]:
@@ -28,8 +29,9 @@ def cost_table(results: dict[str, Any], with_outliers: dict[str, Any]) -> str:
 MODELS = {"ablation": "The reference model", "ablation_larger": "The larger model"}
 
 
-def caption(results: dict[str, Any], with_outliers: dict[str, Any], name: str) -> str:
+def caption(files: Results) -> str:
     """What was measured, on what and when."""
+    (name, results), (_, with_outliers) = files.items()
     return (
         f"{MODELS[name]}, {results['scored_tokens']:,} tokens of WikiText-2 in windows of {results['window']:,}, "
         f'and {results["limit"]} items of each task. "Weights cost" is their change of perplexity with an unquantised '
@@ -37,3 +39,6 @@ def caption(results: dict[str, Any], with_outliers: dict[str, Any], name: str) -
         f"are {with_outliers['injected_outliers']:g} times as large. Weights and activations are simulated. "
         f"{results['date'][:10]}, `evals/results/{name}.json`, `{name}_outliers.json`."
     )
+
+
+PARTS = tuple(Part(name.replace("_", "-"), (name, f"{name}_outliers"), (cost_table, caption)) for name in MODELS)

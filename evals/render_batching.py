@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from parts import Part, Picture
 from pictures import COLOURS, UNQUANTISED, short
 
 from hf_kvquant.common.tables import markdown_table as table
@@ -18,6 +19,10 @@ THEIRS, OURS = "flash", "int4-token"
 # What the picture shows, and how: a workload that was measured with several sizes of the cache.
 DRAWN_WORKLOAD = "W1"
 DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: (OURS, COLOURS["int4"])}
+IMAGE = (
+    "![Line chart: output tokens a second against the bytes of the cache, with a line each for bf16 and for "
+    "presets.](../evals/results/batching.svg)"
+)
 # All systems, and the sizes of the cache in GB with which they are compared on that workload; None: all memory.
 NAMES = {
     "transformers": "transformers, sdpa",
@@ -154,3 +159,10 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
         axes.minorticks_off()
         axes.set_ylim(0, None)
         axes.grid(axis="y")
+
+
+PARTS = (
+    Part("batching", ("batching",), (IMAGE, throughput_table, systems_table, caption)),
+    Part("batching-host", ("batching_host",), (host_sentence,)),
+)
+PICTURES = (Picture("batching", ("batching",), plotted, draw),)

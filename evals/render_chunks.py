@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from decode_cases import thousands
+from parts import Part
 
 from hf_kvquant.common.tables import markdown_table as table
 
@@ -77,3 +78,9 @@ def caption(results: dict[str, Any]) -> str:
         "mask, which PyTorch cannot align with the last token. Medians of replays of a CUDA graph, cold in L2. "
         f"{results['gpu']}, {versions}, {results['date'][:10]}, `evals/results/chunks.json`."
     )
+
+
+PARTS = (
+    Part("chunks", ("chunks",), (chunk_table, caption)),
+    Part("chunks-pages", ("chunks_pages",), (pages_sentence,)),
+)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from parts import Part
+
 from hf_kvquant.common.tables import markdown_table
 
 # What the table says for each result of `families.py`, in the order of its rows.
@@ -39,3 +41,6 @@ def caption(results: dict[str, Any]) -> str:
         f"Refusals are those of the default configs of transformers {results['transformers']} "
         "(`evals/results/families.json`). Tests run each of them again."
     )
+
+
+PARTS = (Part("families", ("families",), (families_table, caption)),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from generate_cases import PROPOSED
+from parts import Part
 
 from hf_kvquant.common.tables import markdown_table as table
 
@@ -168,3 +169,9 @@ def _reasons(results: dict[str, Any]) -> list[str]:
         failures += [{"system": row["system"], "reason": reason} for reason in row.get("failures", {}).values()]
     described = [(SCENARIO_SYSTEMS.get(each["system"], each["system"]), each["reason"]) for each in failures]
     return list(dict.fromkeys(f"{system}: {reason.rstrip('.`')}" for system, reason in described))
+
+
+PARTS = (
+    Part("generate", ("generate",), (step_table, caption)),
+    Part("scenarios", ("scenarios",), (scenario_table, scenario_caption)),
+)

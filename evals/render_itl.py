@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from parts import Part, Picture
 from pictures import COLOURS, UNQUANTISED, short, thousands
 from render_generate import SCENARIO_SYSTEMS
 
@@ -17,6 +18,10 @@ from hf_kvquant_evals.report.plots import PALETTE, label, picture
 # The caches of bf16, by their names in bench_itl.py.
 NAMES = {name: SCENARIO_SYSTEMS[name] for name in ("dynamic", "dynamic-no-cudnn", "static")}
 NAMES["none"] = "bf16, captured"
+IMAGE = (
+    "![Line charts: the time of a decode step against the tokens held, for one sequence and for several. All lines "
+    "rise; the fewer bits a cache has, the flatter its line.](../evals/results/itl.svg)"
+)
 # What the picture shows, and how. Steps with the dynamic cache take several times as long, whatever the context.
 DRAWN = {
     "static": {"color": COLOURS[UNQUANTISED], "linestyle": "--", "marker": "o"},
@@ -129,3 +134,7 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
             axes.set_yticks(shown, list(map(str, shown)))
             axes.minorticks_off()
             axes.grid(axis="y")
+
+
+PARTS = (Part("itl", ("itl",), (IMAGE, slope_table, caption)),)
+PICTURES = (Picture("itl", ("itl",), plotted, draw),)

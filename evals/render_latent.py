@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from parts import Part
 
 from hf_kvquant.common.tables import markdown_table
 
@@ -45,12 +46,11 @@ def caption(results: dict[str, Any]) -> str:
     )
 
 
-def generate_table(results: Sequence[dict[str, Any]]) -> str:
+def generate_table(results: Mapping[str, dict[str, Any]]) -> str:
     """Per shape and case: a step of transformers, and of captured presets, with the memory that decoding takes."""
     lines = []
-    for each in results:
-        shown = GENERATE[_file_of(each)]
-        for case in each["cases"]:
+    for name, shown in GENERATE.items():
+        for case in results[name]["cases"] if name in results else ():
             rows = {row["system"]: row for row in case["rows"]}
             plain = min((rows[name] for name in ("dynamic", "dynamic-no-cudnn")), key=lambda row: row["step_ms"])
             cells = [shown, f"{case['batch']} x {case['context']:,}", f"{plain['step_ms']:.1f}"]
@@ -58,17 +58,18 @@ def generate_table(results: Sequence[dict[str, Any]]) -> str:
                 row = rows[f"{preset}-capture"]
                 cells.append(f"{row['step_ms']:.1f} ({plain['step_ms'] / row['step_ms']:.1f})")
             cells += [
-                f"{rows[name]['cache_bytes'] / 1e9:.2f}" for name in (plain["system"], "int8-capture", "int4-capture")
+                f"{rows[system]['cache_bytes'] / 1e9:.2f}"
+                for system in (plain["system"], "int8-capture", "int4-capture")
             ]
             lines.append(cells)
     titles = ["shape of", "sequences x tokens", "transformers, ms", "`int8`, ms", "`int4`, ms"]
     return markdown_table([*titles, "cache, GB", "`int8`, GB", "`int4`, GB"], lines)
 
 
-def generate_caption(results: Sequence[dict[str, Any]]) -> str:
+def generate_caption(results: Mapping[str, dict[str, Any]]) -> str:
     """What was run, and on what."""
-    newest = max(results, key=lambda each: str(each["date"]))
-    files = ", ".join(f"`evals/results/{_file_of(each)}.json`" for each in results)
+    newest = max(results.values(), key=lambda each: str(each["date"]))
+    files = ", ".join(f"`evals/results/{name}.json`" for name in results)
     return (
         "A step of `generate`, random weights in bfloat16, in brackets how many times as fast; our steps are captured. "
         f"transformers {newest['transformers']} with its own cache; the faster one of two is shown: with cuDNN's "
@@ -113,5 +114,9 @@ def batching_sentence(results: dict[str, Any]) -> str:
     )
 
 
-def _file_of(results: dict[str, Any]) -> str:
-    return "generate_" + re.sub(r"[-.]", "_", str(results["model"]))
+PARTS = (
+    Part("latent", ("latent",), (step_table, caption)),
+    Part("latent-generate", (), (generate_table, generate_caption), optional=(*GENERATE,)),
+    Part("latent-quality", (*QUALITY,), (quality_table, quality_caption)),
+    Part("batching-latent", ("batching_latent",), (batching_sentence,)),
+)

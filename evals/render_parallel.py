@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from parts import Part
+
 from hf_kvquant.common.tables import markdown_table as table
 
 # By the names of generate_systems.py.
@@ -33,3 +35,6 @@ def caption(results: dict[str, Any]) -> str:
         f"times depend on the CPU. {results['num_ranks']} x {results['gpu']}, torch {results['torch']}, transformers "
         f"{results['transformers']}, {results['date'][:10]}, `evals/results/parallel.json`."
     )
+
+
+PARTS = (Part("parallel", ("parallel",), (step_table, caption)),)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import render_recipes
+from parts import Part
 
 from hf_kvquant import PRESETS
 from hf_kvquant.common.tables import markdown_table, scientific
@@ -202,3 +203,20 @@ def recipe_caption(recipes: Mapping[str, Any]) -> str:
         f"recipes that learn from text got other text. {run.get('gpu', run['cpu'])}, {run['date'][:10]}, "
         "`evals/results/recipes_real.json`."
     )
+
+
+PARTS = (
+    Part(
+        "real",
+        ("real_generate", "real_windows", "real_generate_calibrated", "real_chunks"),
+        (preset_table, caption),
+    ),
+    Part(
+        "windows",
+        ("real_generate", "real_windows", "real_long", "recipes_real"),
+        (windows_table, windows_caption),
+    ),
+    Part("bits", ("real_bits",), (bits_table, bits_caption)),
+    Part("positions", ("real_position", "real_long"), (position_table, position_caption)),
+    Part("recipes-real", ("recipes_real",), (recipe_table, recipe_caption)),
+)

@@ -7,7 +7,10 @@ The first file is of the reference model. The second is of a larger one, and opt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from parts import Part, Picture, Results
 
 from hf_kvquant.common.tables import markdown_table, scientific, with_error
 from hf_kvquant_evals.recipes import picture
@@ -191,7 +194,7 @@ def task_table(results: dict[str, Any]) -> str:
     return table(rows_of(results, TASKS), columns)
 
 
-def task_caption(results: dict[str, Any], model: str) -> str:
+def task_caption(results: dict[str, Any], model: str = "The reference model") -> str:
     """Which tasks, and how the unquantised cache does."""
     run = results["runs"][TASKS]
     first = first_of(run["recipes"])["tasks"]
@@ -220,8 +223,9 @@ def codes_table(results: dict[str, Any]) -> str:
 # --- the larger model -------------------------------------------------------------------------------------------------
 
 
-def larger(found: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+def larger(files: Results) -> str:
     """The tables and captions of the larger model: quality, its own texts; if there are any, longer ones and tasks."""
+    found, reference = files["recipes_larger"], files["recipes"]
     injected = hard_caption(found)
     parts = [larger_table(found, reference), f"{measured(found, 'The larger model', 'recipes_larger.json')} {injected}"]
     for run in (PLAIN, LONG):
@@ -230,7 +234,7 @@ def larger(found: dict[str, Any], reference: dict[str, Any]) -> list[str]:
             parts += [drift_table(found, run), caption]
     if TASKS in found["runs"]:
         parts += [task_table(found), task_caption(found, "The larger model")]
-    return parts
+    return "\n\n".join(parts)
 
 
 def larger_table(found: dict[str, Any], reference: dict[str, Any]) -> str:
@@ -254,12 +258,29 @@ def larger_table(found: dict[str, Any], reference: dict[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def plotted(results: dict[str, Any], larger: dict[str, Any] | None = None) -> picture.Numbers:
+def plotted(files: Results) -> picture.Numbers:
     """What the picture shows."""
-    models = {"": results, "larger model, ": larger}
+    models = {"": files["recipes"], "larger model, ": files.get("recipes_larger")}
     return {
         f"{model}{title}": picture.panel_of(rows_of(found, run))
         for model, found in models.items()
         if found is not None
         for run, title in PANELS.items()
     }
+
+
+def draw(numbers: picture.Numbers, path: Path) -> None:
+    """Draw them."""
+    picture.draw(path, numbers)
+
+
+PARTS = (
+    Part("recipes", ("recipes",), (quality_table, quality_caption)),
+    Part("recipes-codes", ("recipes",), (codes_table,)),
+    Part("recipes-hard", ("recipes",), (hard_table, hard_caption)),
+    Part("recipes-needles", ("recipes",), (needle_table,)),
+    Part("recipes-drift", ("recipes",), (drift_table, drift_caption)),
+    Part("recipes-tasks", ("recipes",), (task_table, task_caption)),
+    Part("recipes-larger", ("recipes_larger", "recipes"), (larger,)),
+)
+PICTURES = (Picture("recipes", ("recipes",), plotted, draw, optional=("recipes_larger",)),)

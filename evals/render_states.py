@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parts import Part
+
 from hf_kvquant.common.tables import markdown_table
 
 # Results files, and what computes the layers with a state in them.
@@ -33,9 +35,8 @@ def step_table(results: Mapping[str, dict[str, Any]]) -> str:
 
 def caption(results: Mapping[str, dict[str, Any]]) -> str:
     """What was run, and on what."""
-    shown = {name: results[name] for name in FILES if name in results}
-    newest = max(shown.values(), key=lambda each: str(each["date"]))
-    files = ", ".join(f"`evals/results/{name}.json`" for name in shown)
+    newest = max(results.values(), key=lambda each: str(each["date"]))
+    files = ", ".join(f"`evals/results/{name}.json`" for name in results)
     return (
         "A step of `generate` with the shape of Qwen3.5-4B, 24 of 32 layers with a state alone, random weights in "
         "bfloat16. Of transformers, the median and the fastest and slowest tenth: its attention is cuDNN's, "
@@ -43,3 +44,6 @@ def caption(results: Mapping[str, dict[str, Any]]) -> str:
         f"transformers {newest['transformers']}, {newest['gpu']}, torch {newest['torch']}, "
         f"{newest['date'][:10]} ({files})."
     )
+
+
+PARTS = (Part("states-generate", (), (step_table, caption), optional=(*FILES,)),)

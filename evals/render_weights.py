@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from parts import Part
 from weight_methods import BF16, arm_of
 
 from hf_kvquant.common.tables import markdown_table as table
@@ -118,3 +119,10 @@ def throughput_caption(results: dict[str, Any]) -> str:
         f"the cache can hold. {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
         f"{results['date'][:10]}, `evals/results/batching_weights.json`."
     )
+
+
+PARTS = (
+    Part("weights", ("weights",), (step_table, caption)),
+    Part("weights-kernels", ("weights",), (rate_table,)),
+    Part("batching-weights", ("batching_weights",), (throughput_table, throughput_caption)),
+)
