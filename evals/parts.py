@@ -2,17 +2,24 @@
 `render_readme.py` collects them.
 
 A part or picture that needs one results file gets its content; one that needs several gets a mapping of their contents,
-by name.
+by name. Tables and texts are templates (`Table`, `Text`) that are filled with what is in results.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_kvquant.common.tables import markdown_table, scientific
+
 Results = Mapping[str, Any]
+Row = Mapping[str, Any]
+# What a column shows of a row: a template, or a function. Columns may have the same heading, so pairs are fine, too.
+Cell = str | Callable[[Any], str]
+Columns = Mapping[str, Cell] | Sequence[tuple[str, Cell]]
 NOT_MEASURED = "Not measured yet."
 
 
@@ -58,3 +65,177 @@ class Picture(Made):
 
     plotted: Callable[[Any], dict[str, Any]]
     draw: Callable[[dict[str, Any], Path], None]
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+def short(gpu: str) -> str:
+    """`H200`."""
+    return gpu.removeprefix("NVIDIA ")
+
+
+def thousands(tokens: float) -> str:
+    """`8k`."""
+    return f"{int(tokens) // 1024}k"
+
+
+def span(ends: Sequence[int]) -> str:
+    """`128 to 896`, or one number if both are equal."""
+    fewest, most = ends
+    return f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}"
+
+
+# Formats of templates beside Python's own: the first have names, the others begin with the unit that a number is in.
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "change": lambda ratio: f"{round(ratio, 4) + 0.0:+.2%}",  # with its sign, and never `-0.00%`
+    "day": lambda date: date[:10],
+    "scientific": scientific,
+    "short": short,
+    "span": span,
+    "thousands": thousands,
+    "us": lambda number: f"{number:.0f}" if number >= 100 else f"{number:.1f}",
+    "x": lambda case: case.replace("x", " x ").replace("-", " to "),
+}
+UNITS = {"giga": 1e9, "kilo": 1e3, "milli": 1e-3}
+
+
+class _Templates(string.Formatter):
+    """Fills templates with values of nested mappings. A field is a path, `shape.batch`; two by turns, `gpu|cpu`, of
+    which the first that is there counts; or the quotient of two, `plain.ms/ours.ms`."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        for paths in field_name.split("|"):
+            values = [self._at(path, kwargs) for path in paths.split("/")]
+            if None not in values:
+                return (values[0] if len(values) == 1 else values[0] / values[1]), field_name
+        raise KeyError(field_name)
+
+    def _at(self, path: str, value: Any) -> Any:
+        for key in path.split("."):
+            value = None if value is None else value.get(key)
+        return value
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec in FORMATS:
+            return FORMATS[format_spec](value)
+        unit = next((unit for unit in UNITS if format_spec.startswith(unit)), None)
+        return format(value, format_spec) if unit is None else format(value / UNITS[unit], format_spec[len(unit) :])
+
+
+_TEMPLATES = _Templates()
+
+
+def filled(template: str, values: Row) -> str:
+    """A template with its fields.
+
+    Raises:
+        KeyError: A field is missing or `None`.
+    """
+    return _TEMPLATES.vformat(template, (), values)
+
+
+def shown(cell: Cell, row: Row | None) -> str:
+    """What a cell shows of a row; a dash if there is no row, or a field of its template is missing."""
+    if row is None:
+        return "-"
+    if not isinstance(cell, str):
+        return cell(row)
+    try:
+        return filled(cell, row)
+    except KeyError:
+        return "-"
+
+
+def of(name: str, cell: Cell) -> Cell:
+    """A cell that shows what a row has under a name."""
+    return lambda row: shown(cell, row.get(name))
+
+
+def by(key: str, rows: Iterable[Row]) -> dict[str, Row]:
+    """Rows by one of their values."""
+    return {row[key]: row for row in rows}
+
+
+def flat(results: Row, *keys: str) -> list[dict[str, Any]]:
+    """What is in nested lists, each with all that the entries have that it is in."""
+    rows: list[dict[str, Any]] = [dict(results)]
+    for key in keys:
+        rows = [{**outer, **row} for outer in rows for row in outer[key]]
+    return rows
+
+
+def cases_by_system(results: Row) -> list[Row]:
+    """Each case, with its rows under the names of their systems."""
+    return [{**case, **by("system", case["rows"])} for case in results["cases"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of results: its rows, what each column shows of them, and how many columns are text."""
+
+    rows: Callable[[Any], Iterable[Row]]
+    columns: Columns | Callable[[Any], Columns]
+    num_text: int = 1
+
+    def __call__(self, results: Any) -> str:
+        """The Markdown."""
+        columns = self.columns(results) if callable(self.columns) else self.columns
+        pairs = list(columns.items() if isinstance(columns, Mapping) else columns)
+        rows = [[shown(cell, row) for _, cell in pairs] for row in self.rows(results)]
+        return markdown_table([heading for heading, _ in pairs], rows, num_text=self.num_text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pivot:
+    """A table with a line for each start, which `index` shows, and a group of columns, `cells`, for each value of
+    something else. Headings of `cells` are templates, which tell the groups apart. A cell without a row is a dash."""
+
+    rows: Callable[[Any], Iterable[Row]]
+    index: Mapping[str, Cell]
+    cells: Mapping[str, Cell]
+    num_text: int = 1
+
+    def __call__(self, results: Any) -> str:
+        """The Markdown."""
+        groups: dict[tuple[str, ...], None] = {}
+        lines: dict[tuple[str, ...], dict[tuple[str, ...], Row]] = {}
+        for row in self.rows(results):
+            group = tuple(filled(heading, row) for heading in self.cells)
+            groups[group] = None
+            lines.setdefault(tuple(shown(cell, row) for cell in self.index.values()), {})[group] = row
+        headings = [*self.index, *(heading for group in groups for heading in group)]
+        rows = [
+            [*start, *(shown(cell, found.get(group)) for group in groups for cell in self.cells.values())]
+            for start, found in lines.items()
+        ]
+        return markdown_table(headings, rows, num_text=self.num_text)
+
+
+class Text:
+    """A paragraph about results: templates that are joined, and what functions make of the results, by name."""
+
+    def __init__(self, *templates: str, **values: Callable[[Any], Any]) -> None:
+        self.template, self.values = " ".join(templates), values
+
+    def __call__(self, results: Results) -> str:
+        """The text."""
+        return filled(self.template, {**results, **{name: value(results) for name, value in self.values.items()}})
+
+
+def not_measured(reasons: Sequence[str]) -> str:
+    """Says what is missing and why, behind a space; else nothing."""
+    return f" Not measured: {'; '.join(reasons)}." if reasons else ""
+
+
+def origin(file: str, *packages: str, of: str = "", more: str = "") -> str:
+    """The template that says on what machine, with which packages and when a results file was measured.
+
+    Args:
+        file: Its name without the suffix.
+        packages: Those of which results have the version.
+        of: The path of its content, with a dot, if results are several files.
+        more: What follows the file.
+    """
+    versions = "".join(f"{name} {{{of}{name}}}, " for name in packages)
+    return f"{{{of}gpu|{of}cpu}}, {versions}{{{of}date:day}}, `evals/results/{file}.json`{more}."

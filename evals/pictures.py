@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import render_real
-from parts import Picture
+from parts import Picture, short, thousands
 
 from hf_kvquant_evals.report.plots import INK, MUTED, PALETTE, label, picture
 
@@ -136,11 +136,6 @@ def draw_decode(numbers: dict[str, Any], path: Path) -> None:
             axes.grid(axis="y")
 
 
-def thousands(tokens: float) -> str:
-    """`8k`."""
-    return f"{int(tokens) // 1024}k"
-
-
 # --- generate on a GPU ------------------------------------------------------------------------------------------------
 
 
@@ -178,11 +173,6 @@ def draw_generate(numbers: dict[str, Any], path: Path) -> None:
         ticks = [step * group + (len(SYSTEMS) - 1) / 2 for group in range(len(numbers["steps"]))]
         axes.set_yticks(ticks, [described_case(name) for name in numbers["steps"]])
         axes.set_title(f"time of a decode step, {numbers['parameters'] / 1e9:.0f} billion parameters, {numbers['gpu']}")
-
-
-def short(gpu: str) -> str:
-    """`H200`."""
-    return gpu.removeprefix("NVIDIA ")
 
 
 def described_case(name: str) -> str:

@@ -60,6 +60,44 @@ def test_rendering_fills_what_is_between_markers(renderer: ModuleType) -> None:
         renderer.rendered(page, {"x": "new"})
 
 
+def test_templates_are_filled_with_results(renderer: ModuleType) -> None:
+    made = importlib.import_module("parts")
+    row = {"cpu": "C", "gpu": None, "ours": {"ms": 2.0}, "theirs": {"ms": 5.0}, "date": "2026-11-29 10:00 UTC"}
+    told = "{gpu|cpu}, {theirs.ms/ours.ms:.1f}x, {ours.ms:milli.0f}, {date:day}"
+    assert made.filled(told, row) == "C, 2.5x, 2000, 2026-11-29"
+    assert made.Text("{cpu}", "{more}", more=lambda results: results["ours"]["ms"])(row) == "C 2.0"
+    # What is missing is a dash in a table, and an error in a text.
+    for absent in ("{gpu}", "{others.ms}", "{ours.us:.1f} ms", "{others.ms/ours.ms:.1f}x"):
+        assert made.shown(absent, row) == "-"
+        with pytest.raises(KeyError):
+            made.Text(absent)(row)
+    with pytest.raises(KeyError):
+        made.shown(lambda found: found["others"], row)
+
+
+def test_tables_of_rows_and_of_groups(renderer: ModuleType) -> None:
+    made = importlib.import_module("parts")
+    rows = [{"case": "1x2k", "rows": [{"preset": "int8", "us": 1.0}, {"preset": "int4", "us": None}]}]
+    rows.append({"case": "8x16k", "rows": [{"preset": "int4", "us": 3.0}]})
+    columns = [("case", "{case:x}"), ("µs", "{us:.1f}"), ("µs", made.of("more", "{us}"))]
+    table = made.Table(lambda results: made.flat(results, "cases", "rows"), columns)
+    lines = [
+        "| case | µs | µs |",
+        "|---|--:|--:|",
+        "| 1 x 2k | 1.0 | - |",
+        "| 1 x 2k | - | - |",
+        "| 8 x 16k | 3.0 | - |",
+    ]
+    assert table({"cases": rows}).splitlines() == lines
+    pivot = made.Pivot(table.rows, {"preset": "`{preset}`"}, {"{case}, µs": "{us:.1f}", "n": lambda row: "1"})
+    assert pivot({"cases": rows}).splitlines() == [
+        "| preset | 1x2k, µs | n | 8x16k, µs | n |",
+        "|---|--:|--:|--:|--:|",
+        "| `int8` | 1.0 | 1 | - | - |",
+        "| `int4` | - | 1 | 3.0 | 1 |",
+    ]
+
+
 def test_a_result_that_changes_changes_the_pages(renderer: ModuleType) -> None:
     results = renderer.load_all()
     before = renderer.parts(results)
