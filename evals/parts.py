@@ -86,7 +86,8 @@ def span(ends: Sequence[int]) -> str:
     return f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}"
 
 
-# Formats of templates beside Python's own: the first have names, the others begin with the unit that a number is in.
+# Formats of templates beside Python's own. Others begin with the unit that a number is in, or with `range`: the least
+# and the most of a list.
 FORMATS: dict[str, Callable[[Any], str]] = {
     "change": lambda ratio: f"{round(ratio, 4) + 0.0:+.2%}",  # with its sign, and never `-0.00%`
     "day": lambda date: date[:10],
@@ -100,25 +101,44 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 UNITS = {"giga": 1e9, "kilo": 1e3, "milli": 1e-3}
 
 
+# What rows of results are named by.
+NAMES = ("system", "preset", "case", "method", "kind")
+
+
+def at(path: str, values: Any) -> Any:
+    """What is at a path of nested mappings and lists, `cases.64x8k.rows.int4.share`; `None` if it is missing.
+
+    In a list, a key is the name of a row, or its number. `*` stands for all entries: then it is a list.
+    """
+    key, _, rest = path.partition(".")
+    if key == "*":
+        found = [at(rest, each) for each in values]
+        return [each for each in found if each is not None] or None
+    if not isinstance(values, list):
+        value = values.get(key)
+    elif key.isdigit():
+        value = values[int(key)]
+    else:
+        value = next((row for row in values if key in map(row.get, NAMES)), None)
+    return at(rest, value) if rest and value is not None else value
+
+
 class _Templates(string.Formatter):
-    """Fills templates with values of nested mappings. A field is a path, `shape.batch`; two by turns, `gpu|cpu`, of
-    which the first that is there counts; or the quotient of two, `plain.ms/ours.ms`."""
+    """Fills templates with what is at paths. A field is a path; two by turns, `gpu|cpu`, of which the first that is
+    there counts; or the quotient of two, `plain.ms/ours.ms`."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         for paths in field_name.split("|"):
-            values = [self._at(path, kwargs) for path in paths.split("/")]
+            values = [at(path, kwargs) for path in paths.split("/")]
             if None not in values:
                 return (values[0] if len(values) == 1 else values[0] / values[1]), field_name
         raise KeyError(field_name)
 
-    def _at(self, path: str, value: Any) -> Any:
-        for key in path.split("."):
-            value = None if value is None else value.get(key)
-        return value
-
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec in FORMATS:
             return FORMATS[format_spec](value)
+        if format_spec.startswith("range"):
+            return " to ".join(format(end, format_spec.removeprefix("range")) for end in (min(value), max(value)))
         unit = next((unit for unit in UNITS if format_spec.startswith(unit)), None)
         return format(value, format_spec) if unit is None else format(value / UNITS[unit], format_spec[len(unit) :])
 
@@ -147,14 +167,9 @@ def shown(cell: Cell, row: Row | None) -> str:
         return "-"
 
 
-def of(name: str, cell: Cell) -> Cell:
-    """A cell that shows what a row has under a name."""
-    return lambda row: shown(cell, row.get(name))
-
-
-def by(key: str, rows: Iterable[Row]) -> dict[str, Row]:
-    """Rows by one of their values."""
-    return {row[key]: row for row in rows}
+def of(path: str, cell: Cell) -> Cell:
+    """A cell that shows what is at a path of a row."""
+    return lambda row: shown(cell, at(path, row))
 
 
 def flat(results: Row, *keys: str) -> list[dict[str, Any]]:
@@ -165,16 +180,17 @@ def flat(results: Row, *keys: str) -> list[dict[str, Any]]:
     return rows
 
 
-def cases_by_system(results: Row) -> list[Row]:
-    """Each case, with its rows under the names of their systems."""
-    return [{**case, **by("system", case["rows"])} for case in results["cases"]]
+def rows_of(rows: str | Callable[[Any], Iterable[Row]], results: Any) -> Iterable[Row]:
+    """The rows of a table."""
+    return flat(results, *rows.split(".")) if isinstance(rows, str) else rows(results)
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of results: its rows, what each column shows of them, and how many columns are text."""
+    """A table of results: its rows, what each column shows of them, and how many columns are text. Rows are made by a
+    function, or are those of lists in lists, as in `cases.rows`."""
 
-    rows: Callable[[Any], Iterable[Row]]
+    rows: str | Callable[[Any], Iterable[Row]]
     columns: Columns | Callable[[Any], Columns]
     num_text: int = 1
 
@@ -182,7 +198,7 @@ class Table:
         """The Markdown."""
         columns = self.columns(results) if callable(self.columns) else self.columns
         pairs = list(columns.items() if isinstance(columns, Mapping) else columns)
-        rows = [[shown(cell, row) for _, cell in pairs] for row in self.rows(results)]
+        rows = [[shown(cell, row) for _, cell in pairs] for row in rows_of(self.rows, results)]
         return markdown_table([heading for heading, _ in pairs], rows, num_text=self.num_text)
 
 
@@ -191,7 +207,7 @@ class Pivot:
     """A table with a line for each start, which `index` shows, and a group of columns, `cells`, for each value of
     something else. Headings of `cells` are templates, which tell the groups apart. A cell without a row is a dash."""
 
-    rows: Callable[[Any], Iterable[Row]]
+    rows: str | Callable[[Any], Iterable[Row]]
     index: Mapping[str, Cell]
     cells: Mapping[str, Cell]
     num_text: int = 1
@@ -200,7 +216,7 @@ class Pivot:
         """The Markdown."""
         groups: dict[tuple[str, ...], None] = {}
         lines: dict[tuple[str, ...], dict[tuple[str, ...], Row]] = {}
-        for row in self.rows(results):
+        for row in rows_of(self.rows, results):
             group = tuple(filled(heading, row) for heading in self.cells)
             groups[group] = None
             lines.setdefault(tuple(shown(cell, row) for cell in self.index.values()), {})[group] = row

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from parts import Part, Picture, Results, Row, Table, Text, by, of, origin, short
-from pictures import COLOURS, UNQUANTISED
+from parts import Part, Picture, Results, Row, Table, Text, at, of, origin, short
+from pictures import COLOURS, UNQUANTISED, lines
 
-from hf_kvquant_evals.report.plots import label, picture
+from hf_kvquant_evals.report.plots import picture
 
 # The systems that are compared, by their names in bench_batching.py.
 THEIRS, OURS = "flash", "int4-token"
@@ -31,10 +31,8 @@ COMPARED_GB = 24.0, None
 def both(results: Results) -> list[Row]:
     """What both systems served, by workload and memory: the workload, with their rows as `theirs` and `ours`."""
     order = sorted(results["workloads"], key=lambda found: (found["workload"], found["cache_gb"] or float("inf")))
-    rows = [(found, by("system", found["rows"])) for found in order]
-    return [
-        {**found, "theirs": each[THEIRS], "ours": each[OURS]} for found, each in rows if {THEIRS, OURS} <= each.keys()
-    ]
+    rows = [{**found, "theirs": at(THEIRS, found["rows"]), "ours": at(OURS, found["rows"])} for found in order]
+    return [row for row in rows if row["theirs"] and row["ours"]]
 
 
 def memory(found: Row) -> str:
@@ -58,13 +56,13 @@ throughput_table = Table(
 )
 
 
-def gain_sentence(results: Results) -> str:
-    """The range of speed-ups over all workloads that both systems served."""
-    gains = [row["ours"]["output_tokens_per_s"] / row["theirs"]["output_tokens_per_s"] for row in both(results)]
-    return (
-        f"In continuous batching, `{OURS}` writes {min(gains):.1f} to {max(gains):.1f} times the tokens a second of "
-        "transformers' own pages of the same size."
-    )
+gain_sentence = Text(
+    f"In continuous batching, `{OURS}` writes {{gains:range.1f}} times the tokens a second of transformers' own pages "
+    "of the same size.",
+    gains=lambda results: [
+        row["ours"]["output_tokens_per_s"] / row["theirs"]["output_tokens_per_s"] for row in both(results)
+    ],
+)
 
 
 def compared(results: Results) -> list[Row]:
@@ -77,10 +75,10 @@ def compared(results: Results) -> list[Row]:
 
 def systems(results: Results) -> list[Row]:
     """A row of each system, with what it did in each of `compared`."""
-    rows = [by("system", found["rows"]) for found in compared(results)]
-    names = dict.fromkeys([*NAMES, *(name for each in rows for name in each)])
+    found = compared(results)
+    names = dict.fromkeys([*NAMES, *(row["system"] for each in found for row in each["rows"])])
     return [
-        {"shown": NAMES.get(name, f"`{name}`"), **{str(i): each.get(name) for i, each in enumerate(rows)}}
+        {"shown": NAMES.get(name, f"`{name}`"), **{str(i): at(name, each["rows"]) for i, each in enumerate(found)}}
         for name in names
     ]
 
@@ -148,16 +146,14 @@ def plotted(results: dict[str, Any]) -> dict[str, Any]:
 
 def draw(numbers: dict[str, Any], path: Path) -> None:
     """Draw tokens a second against the bytes of the cache."""
-    lines = numbers["throughput"]
-    most, theirs = lines[THEIRS][-1]
-    least, ours = next((point for point in lines[OURS] if point[1] >= theirs), lines[OURS][-1])
-    memories = [memory for points in lines.values() for memory, _ in points]
+    points = numbers["throughput"]
+    most, theirs = points[THEIRS][-1]
+    least, ours = next((point for point in points[OURS] if point[1] >= theirs), points[OURS][-1])
+    memories = [memory for each in points.values() for memory, _ in each]
     title = f"{least:.0f} GB of {OURS} serve {ours / theirs:.1f} times what {most:.0f} GB of bf16 do"
     with picture(path, numbers, title, height=3.0) as ((axes,),):
-        for system, points in lines.items():
-            name, color = DRAWN[system]
-            axes.plot(*zip(*points, strict=True), marker="o", color=color)
-            label(axes, name, points[-1], color)
+        looks = {system: {"marker": "o", "color": color} for system, (_, color) in DRAWN.items()}
+        lines(axes, points, looks, **{system: name for system, (name, _) in DRAWN.items()})
         fewest, largest = numbers["new"]
         what = f"{numbers['requests']} requests, {numbers['prompt']:,} tokens in, {fewest} to {largest} out"
         axes.set(title=f"output tokens a second ({numbers['gpu']}; {what})", xlabel="GB of cache", xscale="log")

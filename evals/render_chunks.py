@@ -25,7 +25,7 @@ def case_name(case: Row) -> str:
 
 
 chunk_table = Table(
-    lambda results: results["cases"],
+    "cases",
     lambda results: {
         "batch x context + new tokens": case_name,
         **{
@@ -48,20 +48,20 @@ caption = Text(
 )
 
 
-def longer(results: Results, is_many: bool, is_plain: bool) -> str:
+def longer(results: Results, is_many: bool, is_plain: bool) -> list[float]:
     """By how much steps of several new tokens take longer in pages: of many or few, without codes or with."""
-    found = [
+    return [
         us / case["us"][name] - 1
         for case in results["cases"]
         for name, us in case["pages_us"].items()
         if case["num_new"] > 1 and (name == "none") == is_plain and (is_plain or (case["num_new"] >= MANY) == is_many)
     ]
-    return f"{min(found):+.0%} to {max(found):+.0%}"
 
 
 pages_sentence = Text(
     "A chunk of a prompt attends over pages about as fast as over sequences side by side. The time of a layer changes "
-    f"by {{many}} from {MANY} new tokens on, and by {{few}} with fewer. With `none` it changes by {{plain}}.",
+    f"by {{many:range+.0%}} from {MANY} new tokens on, and by {{few:range+.0%}} with fewer. With `none` it changes by "
+    "{plain:range+.0%}.",
     origin("chunks_pages", "torch"),
     many=lambda results: longer(results, is_many=True, is_plain=False),
     few=lambda results: longer(results, is_many=False, is_plain=False),

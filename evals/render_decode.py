@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decode_cases import PROMPT, thousands
-from parts import Part, Pivot, Results, Row, Table, Text, by, flat, origin
+from parts import Part, Pivot, Results, Row, Table, Text, at, flat, origin
 
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
@@ -21,8 +21,7 @@ def described(case: Row) -> Row:
 
 def shown_cases(gpu: Results, names: list[str]) -> list[Row]:
     """The named cases that were measured, in the order of the names."""
-    cases = by("case", gpu["cases"])
-    return [described(cases[name]) for name in names if name in cases]
+    return [described(case) for name in names if (case := at(name, gpu["cases"]))]
 
 
 def gpu_rows(gpu: Results) -> list[Row]:
@@ -65,46 +64,27 @@ peer_caption = Text(
 )
 
 
-def times_of(gpu: Results) -> list[float]:
-    """Microseconds of all presets with one short sequence."""
-    return [row["median_us"] for case in shown_cases(gpu, ["1x1k", "1x8k"]) for row in case["rows"]]
-
-
-def presets_of(gpu: Results, case: str) -> dict[str, Row]:
-    """What was measured of a case, by preset."""
-    return by("preset", by("case", gpu["cases"])[case]["rows"])
-
-
 short_sentence = Text(
-    "One short sequence gains little: between 1,000 and 8,000 tokens, attention takes {least:.0f} to {most:.0f} µs in "
-    "every format. At 1,000 tokens the best bf16 kernel takes {shortest.best_bf16.median_us:.1f} µs and `int4` "
-    "{int4.median_us:.1f} µs. Batches of very unequal lengths use less of the bandwidth.",
-    least=lambda gpu: min(times_of(gpu)),
-    most=lambda gpu: max(times_of(gpu)),
-    shortest=lambda gpu: by("case", gpu["cases"])["1x1k"],
-    int4=lambda gpu: presets_of(gpu, "1x1k")["int4"],
+    "One short sequence gains little: between 1,000 and 8,000 tokens, attention takes {times:range.0f} µs in every "
+    "format. At 1,000 tokens the best bf16 kernel takes {cases.1x1k.best_bf16.median_us:.1f} µs and `int4` "
+    "{cases.1x1k.rows.int4.median_us:.1f} µs. Batches of very unequal lengths use less of the bandwidth.",
+    times=lambda gpu: [row["median_us"] for case in shown_cases(gpu, ["1x1k", "1x8k"]) for row in case["rows"]],
 )
 head_dim_sentence = Text(
-    "A head_dim of 96 reaches {least:.0%} to {most:.0%} of the read bandwidth (`int8` is {int8.speedup:.1f} times as "
-    "fast as bf16). Other head_dims that are not 64, 128 or 256 take the same path.",
-    least=lambda gpu: min(row["share"] for row in presets_of(gpu, "64x8k-dim96").values()),
-    most=lambda gpu: max(row["share"] for row in presets_of(gpu, "64x8k-dim96").values()),
-    int8=lambda gpu: presets_of(gpu, "64x8k-dim96")["int8"],
+    "A head_dim of 96 reaches {cases.64x8k-dim96.rows.*.share:range.0%} of the read bandwidth (`int8` is "
+    "{cases.64x8k-dim96.rows.int8.speedup:.1f} times as fast as bf16). Other head_dims that are not 64, 128 or 256 "
+    "take the same path."
 )
 
 # --- fewer bits, batches of unequal lengths, whole prompts ------------------------------------------------------------
 
-few_bits_table = Pivot(
-    lambda results: flat(results, "cases", "rows"),
-    {"preset": "`{preset}`"},
-    {"{case:x}, µs": "{median_us:.0f} ({share:.0%})"},
-)
+few_bits_table = Pivot("cases.rows", {"preset": "`{preset}`"}, {"{case:x}, µs": "{median_us:.0f} ({share:.0%})"})
 few_bits_caption = Text(
     "One decode step of one layer, as in the table above, and in brackets its share of the read bandwidth.",
     origin("decode_few_bits", "torch"),
 )
 uneven_table = Table(
-    lambda results: flat(results, "cases", "rows"),
+    "cases.rows",
     {
         "sequences x tokens": "{case:x}",
         "preset": "`{preset}`",
@@ -146,7 +126,7 @@ pages_caption = Text(
     ),
 )
 prompt_table = Table(
-    lambda results: results["prompt"],
+    "prompt",
     {
         "preset": "`{preset}`",
         "quantise, µs": "{median_us:.0f} ({share:.0%})",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from generate_cases import PROPOSED
-from parts import Cell, Part, Results, Row, Table, Text, by, cases_by_system, filled, flat, of, origin, shown
+from parts import Cell, Part, Results, Row, Table, Text, at, filled, flat, of, origin, shown
 
 # The columns and their headings, in order. Names are those of bench_generate.py.
 SYSTEMS = {
@@ -29,38 +29,27 @@ CACHES = {"static": "bf16", "int8-static": "`int8`", "int4-static": "`int4`"}
 
 # The floor, then milliseconds per step and tokens per second of each system, and the caches' sizes.
 step_table = Table(
-    cases_by_system,
+    "cases",
     {
         "batch x context": "{case:x}",
         "floor, ms per step": "{floor.step_ms:.2f}",
-        **{heading: of(name, "{step_ms:.2f} ({tokens_per_s:,.0f})") for name, heading in SYSTEMS.items()},
-        "speed-up": "{static.step_ms/int4-capture.step_ms:.1f}x",
+        **{heading: of(f"rows.{name}", "{step_ms:.2f} ({tokens_per_s:,.0f})") for name, heading in SYSTEMS.items()},
+        "speed-up": "{rows.static.step_ms/rows.int4-capture.step_ms:.1f}x",
         f"cache, GB: {', '.join(CACHES.values())}": lambda row: ", ".join(
-            shown("{cache_bytes:giga.2f}", row.get(name)) for name in CACHES
+            shown("{cache_bytes:giga.2f}", at(f"rows.{name}", row)) for name in CACHES
         ),
     },
 )
-
-
-def starts(system: str, form: str) -> Cell:
-    """How long a system takes to start up."""
-
-    def found(results: Results) -> str:
-        times = [row["start_s"] for row in flat(results, "cases", "rows") if row["system"] == system]
-        return f"{min(times):{form}} to {max(times):{form}} s"
-
-    return found
 
 
 caption = Text(
     "Greedy `generate` with the shape of Llama-3-8B ({parameters:giga.1f} billion parameters, random {dtype} weights): "
     "milliseconds per decode step and, in brackets, tokens per second of the whole batch. The floor is transformers' "
     "compiled static cache with hardly any context, which is what the rest of the model costs. The speed-up is that of "
-    "captured `int4` over transformers' compiled static cache. Starting up takes {compiled} with compilation and "
-    "{captured} with capture. A dash: not measured.",
+    "captured `int4` over transformers' compiled static cache. Starting up takes "
+    "{cases.*.rows.int4-static.start_s:range.0f} s with compilation and {cases.*.rows.int4-capture.start_s:range.1f} s "
+    "with capture. A dash: not measured.",
     origin("generate", "torch", "transformers"),
-    compiled=starts("int4-static", ".0f"),
-    captured=starts("int4-capture", ".1f"),
 )
 
 
@@ -70,8 +59,7 @@ def compared(results: Results, name: str) -> tuple[tuple[float, float], float, t
     Returns:
         Milliseconds per step of both, how many times as fast ours is, and gigabytes of both caches.
     """
-    case = by("case", cases_by_system(results))[name]
-    theirs, ours = case["static"], case["int4-capture"]
+    theirs, ours = (at(f"cases.{name}.rows.{system}", results) for system in ("static", "int4-capture"))
     sizes = theirs["cache_bytes"] / 1e9, ours["cache_bytes"] / 1e9
     return (theirs["step_ms"], ours["step_ms"]), theirs["step_ms"] / ours["step_ms"], sizes
 
@@ -81,11 +69,11 @@ def compared(results: Results, name: str) -> tuple[tuple[float, float], float, t
 
 def systems(results: Results) -> list[Row]:
     """A row of each system, with what was measured in each kind of scenario."""
-    kinds = {found["kind"]: by("system", found["rows"]) for found in results["scenarios"]}
+    kinds = {scenario["kind"]: scenario["rows"] for scenario in results["scenarios"]}
     found = [row["system"] for each in results["scenarios"] for row in [*each["rows"], *each["failures"]]]
     names = [name for name in dict.fromkeys([*SCENARIO_SYSTEMS, *found]) if name in found]
     return [
-        {"system": SCENARIO_SYSTEMS.get(name, name), **{kind: rows.get(name) for kind, rows in kinds.items()}}
+        {"system": SCENARIO_SYSTEMS.get(name, name), **{kind: at(name, rows) for kind, rows in kinds.items()}}
         for name in names
     ]
 
@@ -134,7 +122,7 @@ SCENARIO_TEXTS = {
 
 def told(results: Results) -> str:
     """What was measured, by kind."""
-    kinds = by("kind", results["scenarios"])
+    kinds = {found["kind"]: found for found in results["scenarios"]}
     return " ".join(filled(text, kinds[kind]) for kind, text in SCENARIO_TEXTS.items() if kind in kinds)
 
 

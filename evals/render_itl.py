@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from parts import Cell, Part, Picture, Results, Row, Table, Text, not_measured, of, origin, short, thousands
-from pictures import COLOURS, UNQUANTISED
+from pictures import COLOURS, UNQUANTISED, lines
 from render_generate import SCENARIO_SYSTEMS
 
-from hf_kvquant_evals.report.plots import PALETTE, label, picture
+from hf_kvquant_evals.report.plots import PALETTE, picture
 
 # The caches of bf16, by their names in bench_itl.py.
 NAMES = {name: SCENARIO_SYSTEMS[name] for name in ("dynamic", "dynamic-no-cudnn", "static")}
@@ -121,9 +121,7 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
     batches = numbers["steps"]
     with picture(path, numbers, title, columns=len(batches), height=3.0) as (panels,):
         for axes, (batch, arms) in zip(panels, batches.items(), strict=True):
-            for arm, points in arms.items():
-                axes.plot(*zip(*points, strict=True), **DRAWN[arm])
-                label(axes, NAMES.get(arm, arm), points[-1], DRAWN[arm]["color"])
+            lines(axes, arms, DRAWN, **NAMES)
             count = "one sequence" if batch == "1" else f"{batch} sequences"
             axes.set(title=f"ms a step, {count} ({numbers['gpu']})", xlabel="tokens of each sequence")
             axes.set(xscale="log", yscale="log")

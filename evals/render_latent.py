@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parts import Part, Results, Row, Table, Text, cases_by_system, of
+from parts import Part, Results, Row, Table, Text, at, of
 
 # Results files of `bench_generate.py`, by the names of their shapes.
 GENERATE = {
@@ -31,19 +31,18 @@ def device_of(results: Results) -> str:
 
 
 step_table = Table(
-    cases_by_system,
+    "cases",
     lambda results: {
         "shape of": "{shape}",
         "tokens held": "{context:,}",
-        "transformers, ms": "{transformers.median_ms:.1f}",
-        **{f"`{name}`": of(name, "{speedup:.1f}") for name in presets_of(results)},
+        "transformers, ms": "{rows.transformers.median_ms:.1f}",
+        **{f"`{name}`": of(f"rows.{name}", "{speedup:.1f}") for name in presets_of(results)},
     },
 )
 caption = Text(
-    "A decode step of one layer with its projections, random weights, batch 1, {dtype}; presets are shown by how many "
-    "times as fast they are as transformers {transformers} with its own cache, which expands latents in every step. "
-    "{on} (`evals/results/latent.json`).",
-    dtype=lambda results: results["cases"][0]["dtype"],
+    "A decode step of one layer with its projections, random weights, batch 1, {cases.0.dtype}; presets are shown by "
+    "how many times as fast they are as transformers {transformers} with its own cache, which expands latents in every "
+    "step. {on} (`evals/results/latent.json`).",
     on=device_of,
 )
 
@@ -60,9 +59,12 @@ def paths_of(files: Results) -> str:
 
 def generate_rows(files: Results) -> list[Row]:
     """Each case, with the faster one of transformers' two as `plain`."""
-    cases = [{**case, "shape": GENERATE[name]} for name in files for case in cases_by_system(files[name])]
+    cases = [{**case, "shape": GENERATE[name]} for name in files for case in files[name]["cases"]]
     dynamic = ("dynamic", "dynamic-no-cudnn")
-    return [{**case, "plain": min((case[name] for name in dynamic), key=lambda row: row["step_ms"])} for case in cases]
+    return [
+        {**case, "plain": min((at(name, case["rows"]) for name in dynamic), key=lambda row: row["step_ms"])}
+        for case in cases
+    ]
 
 
 generate_table = Table(
@@ -71,11 +73,11 @@ generate_table = Table(
         "shape of": "{shape}",
         "sequences x tokens": "{batch} x {context:,}",
         "transformers, ms": "{plain.step_ms:.1f}",
-        "`int8`, ms": "{int8-capture.step_ms:.1f} ({plain.step_ms/int8-capture.step_ms:.1f})",
-        "`int4`, ms": "{int4-capture.step_ms:.1f} ({plain.step_ms/int4-capture.step_ms:.1f})",
+        "`int8`, ms": "{rows.int8-capture.step_ms:.1f} ({plain.step_ms/rows.int8-capture.step_ms:.1f})",
+        "`int4`, ms": "{rows.int4-capture.step_ms:.1f} ({plain.step_ms/rows.int4-capture.step_ms:.1f})",
         "cache, GB": "{plain.cache_bytes:giga.2f}",
-        "`int8`, GB": "{int8-capture.cache_bytes:giga.2f}",
-        "`int4`, GB": "{int4-capture.cache_bytes:giga.2f}",
+        "`int8`, GB": "{rows.int8-capture.cache_bytes:giga.2f}",
+        "`int4`, GB": "{rows.int4-capture.cache_bytes:giga.2f}",
     },
 )
 generate_caption = Text(
@@ -106,11 +108,10 @@ quality_caption = Text(
     paths=paths_of,
 )
 batching_sentence = Text(
-    "With the shape of DeepSeek-V2-Lite, random weights and {found.cache_gb:g} GB of cache, {found.requests} requests "
-    "of {found.prompt:,} tokens with {found.new:span} new ones make {row.output_tokens_per_s:,.0f} new tokens a second "
-    "(`{row.system}`, {row.bytes_per_token:,} bytes a token, {gpu}, {date:day}, `evals/results/batching_latent.json`).",
-    found=lambda results: results["workloads"][0],
-    row=lambda results: results["workloads"][0]["rows"][0],
+    "With the shape of DeepSeek-V2-Lite, random weights and {workloads.0.cache_gb:g} GB of cache, "
+    "{workloads.0.requests} requests of {workloads.0.prompt:,} tokens with {workloads.0.new:span} new ones make "
+    "{workloads.0.rows.0.output_tokens_per_s:,.0f} new tokens a second (`{workloads.0.rows.0.system}`, "
+    "{workloads.0.rows.0.bytes_per_token:,} bytes a token, {gpu}, {date:day}, `evals/results/batching_latent.json`)."
 )
 PARTS = (
     Part("latent", ("latent",), (step_table, caption)),

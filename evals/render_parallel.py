@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parts import Part, Results, Row, Table, Text, by, origin
+from parts import Part, Results, Row, Table, Text, at, origin
 
 # By the names of generate_systems.py.
 NAMES = {"dynamic": "bf16, eager", "int4-token": "`int4-token`, eager", "int4-token-capture": "`int4-token`, captured"}
@@ -11,7 +11,7 @@ NAMES = {"dynamic": "bf16, eager", "int4-token": "`int4-token`, eager", "int4-to
 def rows(results: Results) -> list[Row]:
     """A row of each case and system: a step on one GPU, and on all."""
     return [
-        {**row, "case": case["case"], "one": by("system", case["one"]["rows"])[row["system"]]}
+        {**row, "case": case["case"], "one": at(row["system"], case["one"]["rows"])}
         for case in results["cases"]
         for row in case["ranks"]["rows"]
     ]

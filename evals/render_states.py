@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from parts import Part, Table, Text, cases_by_system
+from parts import Part, Table, Text
 from render_latent import newest_of, paths_of
 
 # Results files, and what computes the layers with a state in them.
 FILES = {"generate_qwen3_5_4b": "PyTorch", "generate_qwen3_5_4b_fla": "flash-linear-attention"}
 
 step_table = Table(
-    lambda files: [{**case, "by": FILES[name]} for name in files for case in cases_by_system(files[name])],
+    lambda files: [{**case, "by": FILES[name]} for name in files for case in files[name]["cases"]],
     {
         "states by": "{by}",
         "sequences x tokens": "{batch} x {context:,}",
-        "transformers, ms": "{dynamic.step_ms:.1f} ({dynamic.p10_ms:.1f} to {dynamic.p90_ms:.1f})",
-        "`int8`, ms": "{int8-capture.step_ms:.1f} ({dynamic.step_ms/int8-capture.step_ms:.1f})",
-        "`int4`, ms": "{int4-capture.step_ms:.1f} ({dynamic.step_ms/int4-capture.step_ms:.1f})",
+        "transformers, ms": "{rows.dynamic.step_ms:.1f} ({rows.dynamic.p10_ms:.1f} to {rows.dynamic.p90_ms:.1f})",
+        "`int8`, ms": "{rows.int8-capture.step_ms:.1f} ({rows.dynamic.step_ms/rows.int8-capture.step_ms:.1f})",
+        "`int4`, ms": "{rows.int4-capture.step_ms:.1f} ({rows.dynamic.step_ms/rows.int4-capture.step_ms:.1f})",
     },
 )
 caption = Text(

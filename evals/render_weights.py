@@ -20,7 +20,7 @@ def kernel_of(row: Row) -> str:
 
 
 step_table = Table(
-    lambda results: flat(results, "methods", "cases"),
+    "methods.cases",
     {
         "weights, kernel": kernel_of,
         "batch x context": "{case:x}",
