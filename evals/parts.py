@@ -94,13 +94,10 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "scientific": scientific,
     "short": short,
     "span": span,
-    "thousands": thousands,
     "us": lambda number: f"{number:.0f}" if number >= 100 else f"{number:.1f}",
     "x": lambda case: case.replace("x", " x ").replace("-", " to "),
 }
 UNITS = {"giga": 1e9, "kilo": 1e3, "milli": 1e-3}
-
-
 # What rows of results are named by.
 NAMES = ("system", "preset", "case", "method", "kind")
 
@@ -124,8 +121,8 @@ def at(path: str, values: Any) -> Any:
 
 
 class _Templates(string.Formatter):
-    """Fills templates with what is at paths. A field is a path; two by turns, `gpu|cpu`, of which the first that is
-    there counts; or the quotient of two, `plain.ms/ours.ms`."""
+    """Fills templates with what is at paths. A field is a path; several, `gpu|cpu`, of which the first that
+    leads somewhere counts; or the quotient of two, `plain.ms/ours.ms`."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         for paths in field_name.split("|"):

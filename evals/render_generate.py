@@ -52,18 +52,6 @@ caption = Text(
     origin("generate", "torch", "transformers"),
 )
 
-
-def compared(results: Results, name: str) -> tuple[tuple[float, float], float, tuple[float, float]]:
-    """Compare transformers' static cache with captured `int4` on one case.
-
-    Returns:
-        Milliseconds per step of both, how many times as fast ours is, and gigabytes of both caches.
-    """
-    theirs, ours = (at(f"cases.{name}.rows.{system}", results) for system in ("static", "int4-capture"))
-    sizes = theirs["cache_bytes"] / 1e9, ours["cache_bytes"] / 1e9
-    return (theirs["step_ms"], ours["step_ms"]), theirs["step_ms"] / ours["step_ms"], sizes
-
-
 # --- scenarios --------------------------------------------------------------------------------------------------------
 
 

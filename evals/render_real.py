@@ -7,8 +7,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-import render_recipes
 from parts import Cell, Part, Results, Row, Table, Text, of, origin
+from render_recipes import BITS, DISTANCE, NAME, first_of, recipes
 
 from hf_kvquant import PRESETS
 from hf_kvquant.common.tables import scientific
@@ -103,15 +103,7 @@ def named(name: str, row: Row, far: Results) -> Row:
 
 windows_table = Table(
     windows_rows,
-    {
-        "preset": "`{preset}`",
-        "dense: first + newest": "{dense}",
-        "KL, nats per token": "{kld:scientific}",
-        "99 %": "{kld_p99:.2g}",
-        "same next token": "{agreement:.1%}",
-        "perplexity": "{perplexity_change:change}",
-        "KL at 8k": "{far.kld:scientific}",
-    },
+    {"preset": "`{preset}`", "dense: first + newest": "{dense}", **DISTANCE, "KL at 8k": "{far.kld:scientific}"},
 )
 windows_caption = Text(
     f"{MODEL} in {{real_windows.dtype}} on WikiText-2: {{reads}}; last column: behind {{real_long.n0:,}}, on {{far}}. "
@@ -137,10 +129,8 @@ bits_table = Table(
     {
         "": "{shown}",
         "bits per value": "{bits_per_value:.2f}",
+        **DISTANCE,
         "KL, nats per token": "{kld:scientific} ± {kld_standard_error:scientific}",
-        "99 %": "{kld_p99:.2g}",
-        "same next token": "{agreement:.1%}",
-        "perplexity": "{perplexity_change:change}",
     },
 )
 bits_caption = Text(
@@ -188,16 +178,7 @@ position_caption = Text(
     origin("real_position", of="real_position.", more=" and `real_long.json`"),
 )
 recipe_table = Table(
-    render_recipes.recipes("generate"),
-    {
-        **render_recipes.NAME,
-        **render_recipes.BITS,
-        "KL, nats per token": "{kld:scientific}",
-        "99 %": "{kld_p99:.2g}",
-        "same next token": "{agreement:.1%}",
-        "perplexity": "{perplexity_change:+.2%}",
-        "KL, token by token": "{runs.steps.kld:scientific}",
-    },
+    recipes("generate"), {**NAME, **BITS, **DISTANCE, "KL, token by token": "{runs.steps.kld:scientific}"}
 )
 recipe_caption = Text(
     f"{MODEL} (`evals/real_model/`) in {{runs.generate.dtype}} on WikiText-2: {{after:,}} tokens one by one, behind "
@@ -206,8 +187,8 @@ recipe_caption = Text(
     "({other.scored_tokens:,} tokens). Nothing was calibrated; recipes that learn from text got other text.",
     origin("recipes_real", of="runs.generate."),
     after=lambda results: (run := results["runs"]["generate"])["window"] - 1 - run["first_chunk"],
-    first=render_recipes.first_of("generate"),
-    other=render_recipes.first_of("steps"),
+    first=first_of("generate"),
+    other=first_of("steps"),
 )
 PARTS = (
     Part("real", ("real_generate", "real_windows", "real_generate_calibrated", "real_chunks"), (preset_table, caption)),

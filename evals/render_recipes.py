@@ -17,6 +17,13 @@ from hf_kvquant_evals.recipes.results import accuracy_change, log_likelihood_cha
 PANELS = {"plain": "as published", "codes": "without dense windows"}
 NAME: dict[str, Cell] = {"recipe": "`{name}`"}
 BITS: dict[str, Cell] = {"bits at 32k": "{bits.both:.2f}"}
+# How far a cache leads away from the unquantised one.
+DISTANCE: dict[str, Cell] = {
+    "KL, nats per token": "{kld:scientific}",
+    "99 %": "{kld_p99:.2g}",
+    "same next token": "{agreement:.1%}",
+    "perplexity": "{perplexity_change:change}",
+}
 
 
 def recipes(run: str) -> Callable[[Results], list[Row]]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import render_batching
 import render_real
 import render_weights
-from parts import Part, Results, Row, Table, Text, short
+from parts import Part, Results, Row, Table, Text, at
 from pictures import SUMMARY_PRESETS
 from render_decode import shown_cases
-from render_generate import compared
 from render_quality import bare_note, found, speedups
-
-# The case of each results file that it shows.
-SUMMARY_GPU_CASE, SUMMARY_GENERATE_CASE = "64x8k", "8x16k"
 
 
 def gpu_case(files: Results) -> Row:
     """The case of decode attention that it shows."""
-    (case,) = shown_cases(files["decode"], [SUMMARY_GPU_CASE])
+    (case,) = shown_cases(files["decode"], ["64x8k"])
     return case
 
 
@@ -48,21 +44,20 @@ summary_table = Table(
         "CPU attention": "{cpu:.1f}x",
     },
 )
+end_to_end = Text(
+    "End to end, with a Llama-3-8B-sized model and 8 sequences of 16k tokens on an {generate.gpu:short}, a step of "
+    "`generate` takes {ours.step_ms:.1f} ms with `int4` and {theirs.step_ms:.1f} ms with transformers' static cache "
+    "({theirs.step_ms/ours.step_ms:.1f}x). The cache takes {ours.cache_bytes:giga.1f} GB instead of "
+    "{theirs.cache_bytes:giga.1f} GB.",
+    ours=lambda files: at("generate.cases.8x16k.rows.int4-capture", files),
+    theirs=lambda files: at("generate.cases.8x16k.rows.static", files),
+)
 
 
 def gains(files: Results) -> str:
     """What a step, batching and weights gain."""
-    generate = files["generate"]
-    batch, context = SUMMARY_GENERATE_CASE.split("x")
-    steps, ratio, cache = compared(generate, SUMMARY_GENERATE_CASE)
-    told = (
-        f"End to end, with a Llama-3-8B-sized model and {batch} sequences of {context} tokens on an "
-        f"{short(generate['gpu'])}, a step of `generate` takes {steps[1]:.1f} ms with `int4` and {steps[0]:.1f} ms "
-        f"with transformers' static cache ({ratio:.1f}x). The cache takes {cache[1]:.1f} GB instead of {cache[0]:.1f} "
-        "GB."
-    )
     more = {"batching": render_batching.gain_sentence, "weights": render_weights.gain_sentence}
-    return " ".join([told, *(sentence(files[name]) for name, sentence in more.items() if name in files)])
+    return " ".join([end_to_end(files), *(told(files[name]) for name, told in more.items() if name in files)])
 
 
 summary_caption = Text(
