@@ -1,7 +1,7 @@
 """The shapes of the GPU benchmark, the bytes that they read, and the goals that its figures are compared with.
 
 Nothing here needs a GPU. `bench_decode.py` measures, `gpu_timing.py` times, `decode_peers.py` has other kernels, and
-`render_readme.py` shows some of the cases by their names.
+`render_decode.py` shows some of the cases by their names.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import render_real
+from parts import Picture, short, thousands
 
 from hf_kvquant_evals.report.plots import INK, MUTED, PALETTE, label, picture
 
@@ -38,6 +39,13 @@ def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
     axes.invert_yaxis()
     axes.tick_params(left=False, bottom=False, labelbottom=False, labelcolor=INK)
     axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def lines(axes: Any, points: Mapping[str, Sequence[Any]], looks: Mapping[str, Mapping[str, Any]], **names: str) -> None:
+    """Draw a line through the points of each name, with the name at its end."""
+    for name, each in points.items():
+        axes.plot(*zip(*each, strict=True), **looks[name])
+        label(axes, names.get(name, name), each[-1], looks[name]["color"])
 
 
 # --- quality, memory and speed of the presets -------------------------------------------------------------------------
@@ -111,18 +119,15 @@ def draw_decode(numbers: dict[str, Any], path: Path) -> None:
     (context, unquantised), (_, int4) = (numbers["time"][name][-1] for name in (UNQUANTISED, "int4"))
     title = f"int4 attends {unquantised / int4:.1f} times as fast as bf16 at {thousands(context)} tokens"
     with picture(path, numbers, title, columns=2, height=2.8) as ((time, share),):
-        for name, points in numbers["time"].items():
-            time.plot(*zip(*points, strict=True), marker="o", color=COLOURS[name])
-            label(time, name, points[-1], COLOURS[name])
+        lines(time, numbers["time"], {name: {"marker": "o", "color": color} for name, color in COLOURS.items()})
         ticks = sorted({context for points in numbers["time"].values() for context, _ in points})
         time.set(title="µs a step, one sequence, one layer", xlabel="context, tokens", xscale="log", yscale="log")
         time.set_xticks(ticks, [thousands(tick) for tick in ticks])
         time.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         time.yaxis.set_major_formatter("{x:g}")
-        for name, points in numbers["share"].items():
-            percent = [(megabytes, 100 * value) for megabytes, value in points]
-            share.plot(*zip(*percent, strict=True), "o", color=COLOURS[name])
-            label(share, name, percent[-1], COLOURS[name])
+        percent = {name: [(size, 100 * value) for size, value in each] for name, each in numbers["share"].items()}
+        dots = {name: {"marker": "o", "linestyle": "", "color": color} for name, color in COLOURS.items()}
+        lines(share, percent, dots)
         share.set(
             title=f"% of the read bandwidth ({numbers['gpu']})",
             xlabel="MB to read, any batch",
@@ -133,11 +138,6 @@ def draw_decode(numbers: dict[str, Any], path: Path) -> None:
         for axes in (time, share):
             axes.minorticks_off()
             axes.grid(axis="y")
-
-
-def thousands(tokens: float) -> str:
-    """`8k`."""
-    return f"{int(tokens) // 1024}k"
 
 
 # --- generate on a GPU ------------------------------------------------------------------------------------------------
@@ -179,12 +179,14 @@ def draw_generate(numbers: dict[str, Any], path: Path) -> None:
         axes.set_title(f"time of a decode step, {numbers['parameters'] / 1e9:.0f} billion parameters, {numbers['gpu']}")
 
 
-def short(gpu: str) -> str:
-    """`H200`."""
-    return gpu.removeprefix("NVIDIA ")
-
-
 def described_case(name: str) -> str:
     """`8 sequences of 16k tokens`, on two lines."""
     batch, context = name.split("x")
     return f"{batch} sequence{'' if batch == '1' else 's'}\nof {context} tokens"
+
+
+PICTURES = (
+    Picture("presets", ("fidelity", "real_generate", "real_windows", "decode"), plotted_presets, draw_presets),
+    Picture("decode", ("decode",), plotted_decode, draw_decode),
+    Picture("generate", ("generate",), plotted_generate, draw_generate),
+)

@@ -1,23 +1,24 @@
-"""What the pages say about continuous batching on a GPU, from `evals/results/batching.json` alone.
-
-`bench_batching.py` measures, and `render_readme.py` puts the table and the picture into the pages.
-"""
+"""What the pages say about continuous batching on a GPU, and its picture, from what `bench_batching.py` measures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pictures import COLOURS, UNQUANTISED, short
+from parts import Part, Picture, Results, Row, Table, Text, at, of, origin, short
+from pictures import COLOURS, UNQUANTISED, lines
 
-from hf_kvquant.common.tables import markdown_table as table
-from hf_kvquant_evals.report.plots import label, picture
+from hf_kvquant_evals.report.plots import picture
 
 # The systems that are compared, by their names in bench_batching.py.
 THEIRS, OURS = "flash", "int4-token"
 # What the picture shows, and how: a workload that was measured with several sizes of the cache.
 DRAWN_WORKLOAD = "W1"
 DRAWN = {THEIRS: ("bf16", COLOURS[UNQUANTISED]), "int8": ("int8", COLOURS["int8"]), OURS: (OURS, COLOURS["int4"])}
+IMAGE = (
+    "![Line chart: output tokens a second against the bytes of the cache, with a line each for bf16 and for "
+    "presets.](../evals/results/batching.svg)"
+)
 # All systems, and the sizes of the cache in GB with which they are compared on that workload; None: all memory.
 NAMES = {
     "transformers": "transformers, sdpa",
@@ -27,86 +28,95 @@ NAMES = {
 COMPARED_GB = 24.0, None
 
 
-def _pairs(results: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """What both systems served, by workload and memory: the workload, their row and ours."""
+def both(results: Results) -> list[Row]:
+    """What both systems served, by workload and memory: the workload, with their rows as `theirs` and `ours`."""
     order = sorted(results["workloads"], key=lambda found: (found["workload"], found["cache_gb"] or float("inf")))
-    rows = [(found, {row["system"]: row for row in found["rows"]}) for found in order]
-    return [(found, each[THEIRS], each[OURS]) for found, each in rows if {THEIRS, OURS} <= each.keys()]
+    rows = [{**found, "theirs": at(THEIRS, found["rows"]), "ours": at(OURS, found["rows"])} for found in order]
+    return [row for row in rows if row["theirs"] and row["ours"]]
 
 
-def _memory(found: dict[str, Any]) -> str:
+def memory(found: Row) -> str:
+    """`24 GB`."""
     return "all memory" if found["cache_gb"] is None else f"{found['cache_gb']:g} GB"
 
 
-def throughput_table(results: dict[str, Any]) -> str:
-    """Per workload and memory: tokens per second, how many are held, and the wait for the first, of both systems."""
-    headings = ["requests", "tokens in", "tokens out", "cache", "bf16, tokens/s", "`int4-token`, tokens/s", "speed-up"]
-    headings += ["tokens held: bf16, `int4-token`", "first token, s: bf16, `int4-token`"]
-    lines = []
-    for found, *both in _pairs(results):
-        fewest, most = found["new"]
-        prompt = f"{found['prompt']:,}, shared" if found["is_shared"] else f"{found['prompt']:,}"
-        cells = [str(found["requests"]), prompt, f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}"]
-        cells.append(_memory(found))
-        speeds = [row["output_tokens_per_s"] for row in both]
-        cells += [f"{speed:,.0f}" for speed in speeds] + [f"{speeds[1] / speeds[0]:.1f}x"]
-        cells.append(", ".join(f"{row['most_held_tokens'] / 1e3:,.0f}k" for row in both))
-        cells.append(", ".join(f"{row['first_token_s']['median']:.1f}" for row in both))
-        lines.append(cells)
-    return table(headings, lines)
+throughput_table = Table(
+    both,
+    {
+        "requests": "{requests}",
+        "tokens in": lambda row: f"{row['prompt']:,}" + (", shared" if row["is_shared"] else ""),
+        "tokens out": "{new:span}",
+        "cache": memory,
+        "bf16, tokens/s": "{theirs.output_tokens_per_s:,.0f}",
+        "`int4-token`, tokens/s": "{ours.output_tokens_per_s:,.0f}",
+        "speed-up": "{ours.output_tokens_per_s/theirs.output_tokens_per_s:.1f}x",
+        "tokens held: bf16, `int4-token`": "{theirs.most_held_tokens:kilo,.0f}k, {ours.most_held_tokens:kilo,.0f}k",
+        "first token, s: bf16, `int4-token`": "{theirs.first_token_s.median:.1f}, {ours.first_token_s.median:.1f}",
+    },
+)
 
 
-def gain_sentence(results: dict[str, Any]) -> str:
-    """The range of speed-ups over all workloads that both systems served."""
-    gains = [ours["output_tokens_per_s"] / theirs["output_tokens_per_s"] for _, theirs, ours in _pairs(results)]
-    return (
-        f"In continuous batching, `{OURS}` writes {min(gains):.1f} to {max(gains):.1f} times the tokens a second of "
-        "transformers' own pages of the same size."
-    )
+gain_sentence = Text(
+    f"In continuous batching, `{OURS}` writes {{gains:range.1f}} times the tokens a second of transformers' own pages "
+    "of the same size.",
+    gains=lambda results: [
+        row["ours"]["output_tokens_per_s"] / row["theirs"]["output_tokens_per_s"] for row in both(results)
+    ],
+)
 
 
-def systems_table(results: dict[str, Any]) -> str:
-    """Tokens per second on one workload: a row per system, a column per size of the cache and number of requests."""
-    measured = [
-        found
-        for found in results["workloads"]
-        if found["workload"] == DRAWN_WORKLOAD and found["cache_gb"] in COMPARED_GB
+def compared(results: Results) -> list[Row]:
+    """What was measured on one workload, by the size of the cache and the number of requests."""
+    found = [
+        each for each in results["workloads"] if each["workload"] == DRAWN_WORKLOAD and each["cache_gb"] in COMPARED_GB
     ]
-    measured.sort(key=lambda found: (COMPARED_GB.index(found["cache_gb"]), -found["requests"]))
-    speeds = [{row["system"]: f"{row['output_tokens_per_s']:,.0f}" for row in found["rows"]} for found in measured]
-    systems = dict.fromkeys([*NAMES, *(name for each in speeds for name in each)])
-    lines = [[NAMES.get(name, f"`{name}`"), *(each.get(name, "-") for each in speeds)] for name in systems]
-    return table(["tokens/s", *(f"{_memory(found)}, {found['requests']} requests" for found in measured)], lines)
+    return sorted(found, key=lambda each: (COMPARED_GB.index(each["cache_gb"]), -each["requests"]))
 
 
-def host_sentence(results: dict[str, Any]) -> str:
-    """How long the host works on a step of ours, and the step takes, with few and with many tokens held."""
-    rows = [(found, row) for found in results["workloads"] for row in found["rows"] if row["system"] == OURS]
-    (few, short), (many, long) = sorted(rows, key=lambda each: each[0]["prompt"])
-
-    def ms(row: dict[str, Any], name: str) -> str:
-        return f"{row[name]['median'] * 1e3:.1f} ms"
-
-    return (
-        "The host prepares a decode step while the one before it runs. "
-        f"With {few['requests']} requests of {few['prompt']:,} tokens each, that takes {ms(short, 'host_s')} of "
-        f"{ms(short, 'next_token_s')}; of {many['prompt']:,} tokens each, {ms(long, 'host_s')} of "
-        f"{ms(long, 'next_token_s')} (`{OURS}`, {results['gpu']}, transformers {results['transformers']}, "
-        f"{results['date'][:10]}, `evals/results/batching_host.json`)."
-    )
+def systems(results: Results) -> list[Row]:
+    """A row of each system, with what it did in each of `compared`."""
+    found = compared(results)
+    names = dict.fromkeys([*NAMES, *(row["system"] for each in found for row in each["rows"])])
+    return [
+        {"shown": NAMES.get(name, f"`{name}`"), **{str(i): at(name, each["rows"]) for i, each in enumerate(found)}}
+        for name in names
+    ]
 
 
-def caption(results: dict[str, Any]) -> str:
-    """What was measured, on what and when."""
-    return (
-        "Greedy answers to requests that arrive at once, by a model with the shape of Llama-3-8B and random weights. "
-        "bf16 is transformers' own continuous batching with FlashAttention-2 for prompts, a Triton kernel for decode "
-        "steps, CUDA graphs and asynchronous batching. All systems have the same bytes of cache. Tokens held are the "
-        "most at any step; shared ones count for each request. The first token waits for the requests before it. "
-        f"Requests of the last table are as in the first line. A dash: not measured. {results['gpu']}, torch "
-        f"{results['torch']}, transformers {results['transformers']}, {results['date'][:10]}, "
-        "`evals/results/batching.json`."
-    )
+systems_table = Table(
+    systems,
+    lambda results: {
+        "tokens/s": "{shown}",
+        **{
+            f"{memory(found)}, {found['requests']} requests": of(str(i), "{output_tokens_per_s:,.0f}")
+            for i, found in enumerate(compared(results))
+        },
+    },
+)
+
+
+def held(results: Results) -> list[Row]:
+    """Our rows with their workloads, the one with the shortest prompts first."""
+    rows = [{**found, **row} for found in results["workloads"] for row in found["rows"] if row["system"] == OURS]
+    return sorted(rows, key=lambda row: row["prompt"])
+
+
+host_sentence = Text(
+    "The host prepares a decode step while the one before it runs. With {few.requests} requests of {few.prompt:,} "
+    "tokens each, that takes {few.host_s.median:milli.1f} ms of {few.next_token_s.median:milli.1f} ms; of "
+    "{many.prompt:,} tokens each, {many.host_s.median:milli.1f} ms of {many.next_token_s.median:milli.1f} ms "
+    "(`{many.system}`, {gpu}, transformers {transformers}, {date:day}, `evals/results/batching_host.json`).",
+    few=lambda results: held(results)[0],
+    many=lambda results: held(results)[-1],
+)
+caption = Text(
+    "Greedy answers to requests that arrive at once, by a model with the shape of Llama-3-8B and random weights. bf16 "
+    "is transformers' own continuous batching with FlashAttention-2 for prompts, a Triton kernel for decode steps, "
+    "CUDA graphs and asynchronous batching. All systems have the same bytes of cache. Tokens held are the most at any "
+    "step; shared ones count for each request. The first token waits for the requests before it. Requests of the last "
+    "table are as in the first line. A dash: not measured.",
+    origin("batching", "torch", "transformers"),
+)
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -136,16 +146,14 @@ def plotted(results: dict[str, Any]) -> dict[str, Any]:
 
 def draw(numbers: dict[str, Any], path: Path) -> None:
     """Draw tokens a second against the bytes of the cache."""
-    lines = numbers["throughput"]
-    most, theirs = lines[THEIRS][-1]
-    least, ours = next((point for point in lines[OURS] if point[1] >= theirs), lines[OURS][-1])
-    memories = [memory for points in lines.values() for memory, _ in points]
+    points = numbers["throughput"]
+    most, theirs = points[THEIRS][-1]
+    least, ours = next((point for point in points[OURS] if point[1] >= theirs), points[OURS][-1])
+    memories = [memory for each in points.values() for memory, _ in each]
     title = f"{least:.0f} GB of {OURS} serve {ours / theirs:.1f} times what {most:.0f} GB of bf16 do"
     with picture(path, numbers, title, height=3.0) as ((axes,),):
-        for system, points in lines.items():
-            name, color = DRAWN[system]
-            axes.plot(*zip(*points, strict=True), marker="o", color=color)
-            label(axes, name, points[-1], color)
+        looks = {system: {"marker": "o", "color": color} for system, (_, color) in DRAWN.items()}
+        lines(axes, points, looks, **{system: name for system, (name, _) in DRAWN.items()})
         fewest, largest = numbers["new"]
         what = f"{numbers['requests']} requests, {numbers['prompt']:,} tokens in, {fewest} to {largest} out"
         axes.set(title=f"output tokens a second ({numbers['gpu']}; {what})", xlabel="GB of cache", xscale="log")
@@ -154,3 +162,10 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
         axes.minorticks_off()
         axes.set_ylim(0, None)
         axes.grid(axis="y")
+
+
+PARTS = (
+    Part("batching", ("batching",), (IMAGE, throughput_table, systems_table, caption)),
+    Part("batching-host", ("batching_host",), (host_sentence,)),
+)
+PICTURES = (Picture("batching", ("batching",), plotted, draw),)

@@ -1,15 +1,9 @@
-"""What the pages say about attention of many new tokens on a GPU, from `evals/results/chunks.json` alone.
-
-`bench_chunks.py` measures, and `render_readme.py` puts this into the pages.
-"""
+"""What the pages say about attention of many new tokens on a GPU, from what `bench_chunks.py` measures."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from decode_cases import thousands
-
-from hf_kvquant.common.tables import markdown_table as table
+from parts import Part, Results, Row, Table, Text, of, origin
 
 # The columns and their headings, in order, of those that were measured. Names are those of bench_chunks.py.
 KERNELS = {
@@ -25,55 +19,55 @@ COMPARED = ("int8", "int4")
 MANY = 32
 
 
-def chunk_table(results: dict[str, Any]) -> str:
-    """Per case: microseconds of each kernel, and how many times as fast ours are as the fastest in bf16."""
-    names = [name for name in KERNELS if name in results["cases"][0]["us"]]
-    headings = ["batch x context + new tokens", *(f"{KERNELS[name]}, µs" for name in names)]
-    headings += [f"{KERNELS[name]} against bf16" for name in COMPARED]
-    lines = []
-    for case in results["cases"]:
-        cells = [case_name(case)]
-        cells += [f"{case['us'][name]:,.0f}" for name in names]
-        lines.append([*cells, *(f"{case['speedup'][name]:.2f}x" for name in COMPARED)])
-    return table(headings, lines)
-
-
-def case_name(case: dict[str, Any]) -> str:
+def case_name(case: Row) -> str:
     """`1 x 32k + 1,024`."""
     return f"{case['batch']} x {thousands(case['length'])} + {case['num_new']:,}"
 
 
-def pages_sentence(results: dict[str, Any]) -> str:
-    """How the time of attention of several new tokens changes in pages, for many and for few, and without codes."""
-    longer = [
-        (case["num_new"], name, us / case["us"][name] - 1)
+chunk_table = Table(
+    "cases",
+    lambda results: {
+        "batch x context + new tokens": case_name,
+        **{
+            f"{heading}, µs": of("us", f"{{{name}:,.0f}}")
+            for name, heading in KERNELS.items()
+            if name in results["cases"][0]["us"]
+        },
+        **{f"{KERNELS[name]} against bf16": of("speedup", f"{{{name}:.2f}}x") for name in COMPARED},
+    },
+)
+caption = Text(
+    "Many new tokens at once, as in a chunk of a prompt, a chat's next turn or a check of proposed tokens: attention "
+    "of one layer with 32 query and 8 key-value heads of {head_dim}. The context includes the new tokens. Ours reads "
+    "codes; the others read bf16 keys and values. cuDNN runs without a causal mask, which PyTorch cannot align with "
+    "the last token. Medians of replays of a CUDA graph, cold in L2. {gpu}, torch {torch}, {flashinfer}{date:day}, "
+    "`evals/results/chunks.json`.",
+    flashinfer=lambda results: (
+        f"flashinfer {version}, " if (version := results["peer_versions"]["flashinfer-python"]) else ""
+    ),
+)
+
+
+def longer(results: Results, is_many: bool, is_plain: bool) -> list[float]:
+    """By how much steps of several new tokens take longer in pages: of many or few, without codes or with."""
+    return [
+        us / case["us"][name] - 1
         for case in results["cases"]
         for name, us in case["pages_us"].items()
-        if case["num_new"] > 1
+        if case["num_new"] > 1 and (name == "none") == is_plain and (is_plain or (case["num_new"] >= MANY) == is_many)
     ]
 
-    def span(found: list[float]) -> str:
-        return f"{min(found):+.0%} to {max(found):+.0%}"
 
-    many = [each for num_new, name, each in longer if num_new >= MANY and name != "none"]
-    few = [each for num_new, name, each in longer if num_new < MANY and name != "none"]
-    plain = [each for _, name, each in longer if name == "none"]
-    return (
-        "A chunk of a prompt attends over pages about as fast as over sequences side by side. The time of a layer "
-        f"changes by {span(many)} from {MANY} new tokens on, and by {span(few)} with fewer. With `none` it changes by "
-        f"{span(plain)}. "
-        f"{results['gpu']}, torch {results['torch']}, {results['date'][:10]}, `evals/results/chunks_pages.json`."
-    )
-
-
-def caption(results: dict[str, Any]) -> str:
-    """What was measured, on what and when."""
-    flashinfer = results["peer_versions"]["flashinfer-python"]
-    versions = f"torch {results['torch']}" + (f", flashinfer {flashinfer}" if flashinfer else "")
-    return (
-        "Many new tokens at once, as in a chunk of a prompt, a chat's next turn or a check of proposed tokens: "
-        f"attention of one layer with 32 query and 8 key-value heads of {results['head_dim']}. The context includes "
-        "the new tokens. Ours reads codes; the others read bf16 keys and values. cuDNN runs without a causal "
-        "mask, which PyTorch cannot align with the last token. Medians of replays of a CUDA graph, cold in L2. "
-        f"{results['gpu']}, {versions}, {results['date'][:10]}, `evals/results/chunks.json`."
-    )
+pages_sentence = Text(
+    "A chunk of a prompt attends over pages about as fast as over sequences side by side. The time of a layer changes "
+    f"by {{many:range+.0%}} from {MANY} new tokens on, and by {{few:range+.0%}} with fewer. With `none` it changes by "
+    "{plain:range+.0%}.",
+    origin("chunks_pages", "torch"),
+    many=lambda results: longer(results, is_many=True, is_plain=False),
+    few=lambda results: longer(results, is_many=False, is_plain=False),
+    plain=lambda results: longer(results, is_many=True, is_plain=True),
+)
+PARTS = (
+    Part("chunks", ("chunks",), (chunk_table, caption)),
+    Part("chunks-pages", ("chunks_pages",), (pages_sentence,)),
+)

@@ -1,13 +1,8 @@
-"""The table of model families, from `evals/results/families.json` alone.
-
-`families.py` runs the models, and `render_readme.py` puts the table into its page.
-"""
+"""The table of model families, from what `families.py` finds."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from hf_kvquant.common.tables import markdown_table
+from parts import Part, Results, Row, Table, Text
 
 # What the table says for each result of `families.py`, in the order of its rows.
 HEADINGS = {
@@ -23,19 +18,17 @@ HEADINGS = {
 }
 
 
-def families_table(results: dict[str, Any]) -> str:
+def rows(results: Results) -> list[Row]:
     """A row for each heading, with the families under it."""
-    under: dict[str, list[str]] = {heading: [] for heading in HEADINGS}
-    for name, heading in {**results["families"], **results["refused"]}.items():
-        under[heading].append(f"`{name}`")
-    rows = [[text, ", ".join(under[heading])] for heading, text in HEADINGS.items() if under[heading]]
-    return markdown_table(["how it is served", "model types"], rows, num_text=2)
+    found = {**results["families"], **results["refused"]}
+    under = {heading: [f"`{name}`" for name in found if found[name] == heading] for heading in HEADINGS}
+    return [{"served": text, "types": ", ".join(under[key])} for key, text in HEADINGS.items() if under[key]]
 
 
-def caption(results: dict[str, Any]) -> str:
-    """What was run, with which versions."""
-    return (
-        "Measured by generating with a tiny random model of each type under `int4` and reading `hf_kvquant.report`. "
-        f"Refusals are those of the default configs of transformers {results['transformers']} "
-        "(`evals/results/families.json`). Tests run each of them again."
-    )
+families_table = Table(rows, {"how it is served": "{served}", "model types": "{types}"}, num_text=2)
+caption = Text(
+    "Measured by generating with a tiny random model of each type under `int4` and reading `hf_kvquant.report`. "
+    "Refusals are those of the default configs of transformers {transformers} (`evals/results/families.json`). Tests "
+    "run each of them again."
+)
+PARTS = (Part("families", ("families",), (families_table, caption)),)

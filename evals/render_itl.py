@@ -1,22 +1,23 @@
-"""What the pages say about the time of a step by the tokens held, from `evals/results/itl.json` alone.
-
-`bench_itl.py` measures, and `render_readme.py` puts the table and the picture into the pages.
-"""
+"""What the pages say about the time of a step by the tokens held, from what `bench_itl.py` measures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pictures import COLOURS, UNQUANTISED, short, thousands
+from parts import Cell, Part, Picture, Results, Row, Table, Text, not_measured, of, origin, short, thousands
+from pictures import COLOURS, UNQUANTISED, lines
 from render_generate import SCENARIO_SYSTEMS
 
-from hf_kvquant.common.tables import markdown_table as table
-from hf_kvquant_evals.report.plots import PALETTE, label, picture
+from hf_kvquant_evals.report.plots import PALETTE, picture
 
 # The caches of bf16, by their names in bench_itl.py.
 NAMES = {name: SCENARIO_SYSTEMS[name] for name in ("dynamic", "dynamic-no-cudnn", "static")}
 NAMES["none"] = "bf16, captured"
+IMAGE = (
+    "![Line charts: the time of a decode step against the tokens held, for one sequence and for several. All lines "
+    "rise; the fewer bits a cache has, the flatter its line.](../evals/results/itl.svg)"
+)
 # What the picture shows, and how. Steps with the dynamic cache take several times as long, whatever the context.
 DRAWN = {
     "static": {"color": COLOURS[UNQUANTISED], "linestyle": "--", "marker": "o"},
@@ -28,57 +29,63 @@ DRAWN = {
 }
 
 
-def slope_table(results: dict[str, Any]) -> str:
-    """Per arm and batch: slope, what a step takes besides, and from which context on it is faster than bf16."""
-    lines = {(line["arm"], line["batch"]): line for line in results["lines"]}
-    sloped = sorted({batch for (_, batch), line in lines.items() if line["us_per_1k"] is not None})
-    # Cases that are the only ones of their batch give no line.
-    single = {row["case"]: row["batch"] for row in results["rows"] if row["batch"] not in sloped}
-    steps = {(row["arm"], row["case"]): f"{row['step_ms']:.2f}" for row in results["rows"]}
-    headings = ["cache"]
-    for batch in sloped:
-        headings += [f"batch {batch}: µs per 1,000 tokens", "ms besides", "faster from"]
-    headings += [f"{case.replace('x', ' x ')}: ms" for case in single]
-    rows = []
-    for arm in dict.fromkeys(arm for arm, _ in lines):
-        cells = [NAMES.get(arm, f"`{arm}`")]
-        for batch in sloped:
-            line = lines.get((arm, batch))
-            cells += ["-", "-", "-"] if line is None else _cells(line)
-        rows.append([*cells, *(steps.get((arm, case), "-") for case in single)])
-    return table(headings, rows)
+def arms(results: Results) -> list[Row]:
+    """A row of each arm, with its lines by batch and its steps by case."""
+    names = dict.fromkeys(line["arm"] for line in results["lines"])
+    return [
+        {
+            "shown": NAMES.get(arm, f"`{arm}`"),
+            **{f"{line['batch']}": line for line in results["lines"] if line["arm"] == arm},
+            **{row["case"]: row for row in results["rows"] if row["arm"] == arm},
+        }
+        for arm in names
+    ]
 
 
-def _cells(line: dict[str, Any]) -> list[str]:
+def faster_from(line: Row) -> str:
+    """From which context on a preset is faster than bf16."""
     start = line["break_even"]
-    if line["us_per_1k"] is None:
-        numbers = ["-", "-"]
-    else:
-        numbers = [f"{line['us_per_1k']:.2f}", f"{line['fixed_ms']:.2f}"]
     if line["arm"] in NAMES:
-        return [*numbers, ""]
+        return ""
     if start is None:
-        return [*numbers, "-"]
-    return [*numbers, "all" if start <= line["shortest"] else f"{round(start, -2):,.0f}"]
+        return "-"
+    return "all" if start <= line["shortest"] else f"{round(start, -2):,.0f}"
 
 
-def caption(results: dict[str, Any]) -> str:
-    """What was measured, on what and when."""
+def sloped(results: Results) -> list[int]:
+    """The batches of which there are lines. Cases that are the only ones of their batch give none."""
+    return sorted({line["batch"] for line in results["lines"] if line["us_per_1k"] is not None})
+
+
+def columns(results: Results) -> list[tuple[str, Cell]]:
+    """Those of lines, then those of single cases."""
+    found: list[tuple[str, Cell]] = [("cache", "{shown}")]
+    for batch in sloped(results):
+        found.append((f"batch {batch}: µs per 1,000 tokens", of(f"{batch}", "{us_per_1k:.2f}")))
+        found += [("ms besides", of(f"{batch}", "{fixed_ms:.2f}")), ("faster from", of(f"{batch}", faster_from))]
+    single = dict.fromkeys(row["case"] for row in results["rows"] if row["batch"] not in sloped(results))
+    return [*found, *((f"{case.replace('x', ' x ')}: ms", of(case, "{step_ms:.2f}")) for case in single)]
+
+
+def reasons(results: Results) -> list[str]:
+    """Why numbers are missing, once for each arm and reason."""
     cases: dict[tuple[str, str], list[str]] = {}
     for failure in results["failures"]:
         reason = failure["reason"].split(". ")[0].rstrip(".")
         cases.setdefault((failure["arm"], reason), []).append(failure["case"].replace("x", " x "))
-    reasons = [f"{NAMES.get(arm, arm)} at {', '.join(at)} ({reason})" for (arm, reason), at in cases.items()]
-    missing = f" Not measured: {'; '.join(reasons)}." if reasons else ""
-    return (
-        "Decode steps of a model with the shape of Llama-3-8B and random bfloat16 weights, over caches filled with "
-        "random numbers. Presets and bf16 are captured; transformers' static cache is compiled. µs per 1,000 tokens: "
-        "the slope of least squares, per 1,000 tokens of all sequences together; ms besides: where that line begins. "
-        "Faster from: the tokens of each sequence from which a step is faster than with every bf16 cache; all: at "
-        "every measured context; a dash: not at the longest one where both were measured, or not measured."
-        f"{missing} {results['gpu']}, torch {results['torch']}, transformers {results['transformers']}, "
-        f"{results['date'][:10]}, `evals/results/itl.json`."
-    )
+    return [f"{NAMES.get(arm, arm)} at {', '.join(at)} ({reason})" for (arm, reason), at in cases.items()]
+
+
+slope_table = Table(arms, columns)
+caption = Text(
+    "Decode steps of a model with the shape of Llama-3-8B and random bfloat16 weights, over caches filled with random "
+    "numbers. Presets and bf16 are captured; transformers' static cache is compiled. µs per 1,000 tokens: the slope of "
+    "least squares, per 1,000 tokens of all sequences together; ms besides: where that line begins. Faster from: the "
+    "tokens of each sequence from which a step is faster than with every bf16 cache; all: at every measured context; a "
+    "dash: not at the longest one where both were measured, or not measured.{missing}",
+    origin("itl", "torch", "transformers"),
+    missing=lambda results: not_measured(reasons(results)),
+)
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -87,7 +94,7 @@ def caption(results: dict[str, Any]) -> str:
 def plotted(results: dict[str, Any]) -> dict[str, Any]:
     """`steps`: by batch and arm, points of tokens of each sequence and ms. `slopes`: of batch 1, or the smallest, by
     arm. `gpu`: its name."""
-    batches = sorted({line["batch"] for line in results["lines"] if line["us_per_1k"] is not None})
+    batches = sloped(results)
     steps = {
         str(batch): {
             arm: points
@@ -114,9 +121,7 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
     batches = numbers["steps"]
     with picture(path, numbers, title, columns=len(batches), height=3.0) as (panels,):
         for axes, (batch, arms) in zip(panels, batches.items(), strict=True):
-            for arm, points in arms.items():
-                axes.plot(*zip(*points, strict=True), **DRAWN[arm])
-                label(axes, NAMES.get(arm, arm), points[-1], DRAWN[arm]["color"])
+            lines(axes, arms, DRAWN, **NAMES)
             count = "one sequence" if batch == "1" else f"{batch} sequences"
             axes.set(title=f"ms a step, {count} ({numbers['gpu']})", xlabel="tokens of each sequence")
             axes.set(xscale="log", yscale="log")
@@ -129,3 +134,7 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
             axes.set_yticks(shown, list(map(str, shown)))
             axes.minorticks_off()
             axes.grid(axis="y")
+
+
+PARTS = (Part("itl", ("itl",), (IMAGE, slope_table, caption)),)
+PICTURES = (Picture("itl", ("itl",), plotted, draw),)

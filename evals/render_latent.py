@@ -1,15 +1,13 @@
 """The tables of decode steps over latents: of one layer on a CPU, and of whole models on a GPU.
 
-`bench_latent.py` and `bench_generate.py` measure, and `render_readme.py` puts the tables into their page.
+`bench_latent.py` and `bench_generate.py` measure.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_kvquant.common.tables import markdown_table
+from parts import Part, Results, Row, Table, Text, at, of
 
 # Results files of `bench_generate.py`, by the names of their shapes.
 GENERATE = {
@@ -22,96 +20,102 @@ QUALITY = {"latent_twin": "as trained", "latent_twin_stretched": "uneven", "late
 QUALITY_PRESETS = {"int8": "`int8`", "fp8": "`fp8`", "int4": "`int4`", "int4-untransformed": "`int4`, not rotated"}
 
 
-def step_table(results: dict[str, Any]) -> str:
-    """Per shape and context: milliseconds of transformers' step, and how many times as fast each preset is."""
-    lines = []
-    for case in results["cases"]:
-        rows = {row["system"]: row for row in case["rows"]}
-        plain = rows.pop("transformers")
-        speedups = [f"{row['speedup']:.1f}" for row in rows.values()]
-        lines.append([case["shape"], f"{case['context']:,}", f"{plain['median_ms']:.1f}", *speedups])
-    presets = [f"`{row['system']}`" for row in results["cases"][0]["rows"] if row["system"] != "transformers"]
-    return markdown_table(["shape of", "tokens held", "transformers, ms", *presets], lines)
+def presets_of(results: Results) -> list[str]:
+    """The presets that were measured beside transformers."""
+    return [row["system"] for row in results["cases"][0]["rows"] if row["system"] != "transformers"]
 
 
-def caption(results: dict[str, Any]) -> str:
-    """What was run, and on what."""
-    device = results["gpu"] if results["device"] == "cuda" else f"{results['cpu']}, {results['threads']} threads"
-    return (
-        "A decode step of one layer with its projections, random weights, batch 1, "
-        f"{results['cases'][0]['dtype']}; presets are shown by how many times as fast they are as transformers "
-        f"{results['transformers']} with its own cache, which expands latents in every step. {device} "
-        "(`evals/results/latent.json`)."
-    )
+def device_of(results: Results) -> str:
+    """On what one layer was measured."""
+    return results["gpu"] if results["device"] == "cuda" else f"{results['cpu']}, {results['threads']} threads"
 
 
-def generate_table(results: Sequence[dict[str, Any]]) -> str:
-    """Per shape and case: a step of transformers, and of captured presets, with the memory that decoding takes."""
-    lines = []
-    for each in results:
-        shown = GENERATE[_file_of(each)]
-        for case in each["cases"]:
-            rows = {row["system"]: row for row in case["rows"]}
-            plain = min((rows[name] for name in ("dynamic", "dynamic-no-cudnn")), key=lambda row: row["step_ms"])
-            cells = [shown, f"{case['batch']} x {case['context']:,}", f"{plain['step_ms']:.1f}"]
-            for preset in ("int8", "int4"):
-                row = rows[f"{preset}-capture"]
-                cells.append(f"{row['step_ms']:.1f} ({plain['step_ms'] / row['step_ms']:.1f})")
-            cells += [
-                f"{rows[name]['cache_bytes'] / 1e9:.2f}" for name in (plain["system"], "int8-capture", "int4-capture")
-            ]
-            lines.append(cells)
-    titles = ["shape of", "sequences x tokens", "transformers, ms", "`int8`, ms", "`int4`, ms"]
-    return markdown_table([*titles, "cache, GB", "`int8`, GB", "`int4`, GB"], lines)
+step_table = Table(
+    "cases",
+    lambda results: {
+        "shape of": "{shape}",
+        "tokens held": "{context:,}",
+        "transformers, ms": "{rows.transformers.median_ms:.1f}",
+        **{f"`{name}`": of(f"rows.{name}", "{speedup:.1f}") for name in presets_of(results)},
+    },
+)
+caption = Text(
+    "A decode step of one layer with its projections, random weights, batch 1, {cases.0.dtype}; presets are shown by "
+    "how many times as fast they are as transformers {transformers} with its own cache, which expands latents in every "
+    "step. {on} (`evals/results/latent.json`).",
+    on=device_of,
+)
 
 
-def generate_caption(results: Sequence[dict[str, Any]]) -> str:
-    """What was run, and on what."""
-    newest = max(results, key=lambda each: str(each["date"]))
-    files = ", ".join(f"`evals/results/{_file_of(each)}.json`" for each in results)
-    return (
-        "A step of `generate`, random weights in bfloat16, in brackets how many times as fast; our steps are captured. "
-        f"transformers {newest['transformers']} with its own cache; the faster one of two is shown: with cuDNN's "
-        "attention, which makes a plan for each new number of tokens, and without. Steps read the experts, too. "
-        f"{newest['gpu']}, torch {newest['torch']}, {newest['date'][:10]} ({files})."
-    )
+def newest_of(files: Results) -> dict[str, Any]:
+    """The newest of several results."""
+    return max(files.values(), key=lambda each: str(each["date"]))
 
 
-def quality_table(results: Mapping[str, dict[str, Any]]) -> str:
-    """Divergence of presets from the unquantised cache: a model's, with uneven channels, and these evened out."""
-    columns = [results[name]["presets"] for name in QUALITY]
-    lines = []
-    for preset, shown in QUALITY_PRESETS.items():
-        found = [f"{column[preset]['kld']:.2g}" for column in columns]
-        lines.append([shown, *found, f"{columns[0][preset]['agreement']:.1%}"])
-    return markdown_table(["preset", *QUALITY.values(), "same next token, as trained"], lines)
+def paths_of(files: Results) -> str:
+    """Where results are."""
+    return ", ".join(f"`evals/results/{name}.json`" for name in files)
 
 
-def quality_caption(results: Mapping[str, dict[str, Any]]) -> str:
-    """What was measured."""
-    first = results[next(iter(QUALITY))]
-    files = ", ".join(f"`evals/results/{name}.json`" for name in QUALITY)
-    return (
-        "KL divergence from the cache without codes, nats a token. The model is a twin of the reference model with "
-        "latents of 256 channels and rope parts of 32, trained on 22 million tokens "
-        "(`evals/reference_model/README.md`). It reads "
-        f"{first['scored_tokens']:,} tokens of WikiText-2 behind {first['n0']} in chunks of {first['chunk']}. "
-        "*Uneven*: channels multiplied by log-normal factors, and `kv_b_proj` divided by them; *smoothed*: after "
-        f"`smooth_attention` ({files})."
-    )
+def generate_rows(files: Results) -> list[Row]:
+    """Each case, with the faster one of transformers' two as `plain`."""
+    cases = [{**case, "shape": GENERATE[name]} for name in files for case in files[name]["cases"]]
+    dynamic = ("dynamic", "dynamic-no-cudnn")
+    return [
+        {**case, "plain": min((at(name, case["rows"]) for name in dynamic), key=lambda row: row["step_ms"])}
+        for case in cases
+    ]
 
 
-def batching_sentence(results: dict[str, Any]) -> str:
-    """How many tokens a second a workload of continuous batching makes, and what a token takes."""
-    ((found,), (row,)) = results["workloads"], results["workloads"][0]["rows"]
-    fewest, most = found["new"]
-    return (
-        f"With the shape of DeepSeek-V2-Lite, random weights and {found['cache_gb']:g} GB of cache, "
-        f"{found['requests']} requests of {found['prompt']:,} tokens with {fewest} to {most} new ones make "
-        f"{row['output_tokens_per_s']:,.0f} new tokens a second (`{row['system']}`, {row['bytes_per_token']:,} bytes a "
-        f"token, {results['gpu']}, {results['date'][:10]}, `evals/results/batching_latent.json`)."
-    )
-
-
-def _file_of(results: dict[str, Any]) -> str:
-    return "generate_" + re.sub(r"[-.]", "_", str(results["model"]))
+generate_table = Table(
+    generate_rows,
+    {
+        "shape of": "{shape}",
+        "sequences x tokens": "{batch} x {context:,}",
+        "transformers, ms": "{plain.step_ms:.1f}",
+        "`int8`, ms": "{rows.int8-capture.step_ms:.1f} ({plain.step_ms/rows.int8-capture.step_ms:.1f})",
+        "`int4`, ms": "{rows.int4-capture.step_ms:.1f} ({plain.step_ms/rows.int4-capture.step_ms:.1f})",
+        "cache, GB": "{plain.cache_bytes:giga.2f}",
+        "`int8`, GB": "{rows.int8-capture.cache_bytes:giga.2f}",
+        "`int4`, GB": "{rows.int4-capture.cache_bytes:giga.2f}",
+    },
+)
+generate_caption = Text(
+    "A step of `generate`, random weights in bfloat16, in brackets how many times as fast; our steps are captured. "
+    "transformers {newest.transformers} with its own cache; the faster one of two is shown: with cuDNN's attention, "
+    "which makes a plan for each new number of tokens, and without. Steps read the experts, too. {newest.gpu}, torch "
+    "{newest.torch}, {newest.date:day} ({paths}).",
+    newest=newest_of,
+    paths=paths_of,
+)
+quality_table = Table(
+    lambda files: [
+        {"shown": shown, **{name: files[name]["presets"][preset] for name in QUALITY}}
+        for preset, shown in QUALITY_PRESETS.items()
+    ],
+    {
+        "preset": "{shown}",
+        **{shown: of(name, "{kld:.2g}") for name, shown in QUALITY.items()},
+        "same next token, as trained": "{latent_twin.agreement:.1%}",
+    },
+)
+quality_caption = Text(
+    "KL divergence from the cache without codes, nats a token. The model is a twin of the reference model with latents "
+    "of 256 channels and rope parts of 32, trained on 22 million tokens "
+    "(`evals/reference_model/README.md`). It reads {latent_twin.scored_tokens:,} tokens of WikiText-2 behind "
+    "{latent_twin.n0} in chunks of {latent_twin.chunk}. *Uneven*: channels multiplied by log-normal factors, and "
+    "`kv_b_proj` divided by them; *smoothed*: after `smooth_attention` ({paths}).",
+    paths=paths_of,
+)
+batching_sentence = Text(
+    "With the shape of DeepSeek-V2-Lite, random weights and {workloads.0.cache_gb:g} GB of cache, "
+    "{workloads.0.requests} requests of {workloads.0.prompt:,} tokens with {workloads.0.new:span} new ones make "
+    "{workloads.0.rows.0.output_tokens_per_s:,.0f} new tokens a second (`{workloads.0.rows.0.system}`, "
+    "{workloads.0.rows.0.bytes_per_token:,} bytes a token, {gpu}, {date:day}, `evals/results/batching_latent.json`)."
+)
+PARTS = (
+    Part("latent", ("latent",), (step_table, caption)),
+    Part("latent-generate", (), (generate_table, generate_caption), optional=(*GENERATE,)),
+    Part("latent-quality", (*QUALITY,), (quality_table, quality_caption)),
+    Part("batching-latent", ("batching_latent",), (batching_sentence,)),
+)

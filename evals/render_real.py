@@ -1,19 +1,17 @@
 """The tables of a real pretrained model: presets on `docs/presets.md`, positions on `docs/long-contexts.md`, budgets on
-`docs/calibration.md`, recipes on `docs/recipes.md`.
-
-From `real_*.json` and `recipes_real.json`, which `real_models.sh` makes.
+`docs/calibration.md`, recipes on `docs/recipes.md`. `real_models.sh` makes the results.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
-import render_recipes
+from parts import Cell, Part, Results, Row, Table, Text, of, origin
+from render_recipes import BITS, DISTANCE, NAME, first_of, recipes
 
 from hf_kvquant import PRESETS
-from hf_kvquant.common.tables import markdown_table, scientific
+from hf_kvquant.common.tables import scientific
 from hf_kvquant.presets import PRESET_WINDOWS, UNQUANTIZED
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -23,66 +21,63 @@ WITH_WINDOWS += ("k8v4:0+0", "k8v4", "int8", "int8:4+0", "int8:4+12")
 # Of positions. Parts of a window are a sixteenth of it, so there can be no more.
 POSITION_RANGES = 5
 
-Files = Mapping[str, Mapping[str, Any]]
 
-
-def kld_in(results: Mapping[str, Any], preset: str) -> str:
-    """The divergence of a preset in a results file, a dash if it is not there."""
-    row = results["presets"].get(preset)
-    return "-" if row is None else scientific(row["kld"])
-
-
-def change(ratio: float) -> str:
-    """A change in percent with its sign: `+0.04%`, and never `-0.00%`."""
-    return f"{round(ratio, 4) + 0.0:+.2%}"
-
-
-def measured_presets(files: Files) -> dict[str, Any]:
+def measured_presets(files: Results) -> dict[str, Row]:
     """What each preset costs as `generate` reads, with its own dense windows, in the order of `PRESETS`."""
     measured = {**files["real_generate"]["presets"], **files["real_windows"]["presets"]}
     return {name: measured[name] for name in PRESETS if name in measured}
 
 
-def preset_table(files: Files) -> str:
-    """Every preset: its bits, and its distance from the unquantised cache in each way of reading."""
-    headings = ["preset", "bits per value", "same next token", "perplexity", "KL, nats per token", "99 %"]
-    headings += ["KL, calibrated", "KL, in chunks"]
-    rows = []
-    for preset, row in measured_presets(files).items():
-        if preset == UNQUANTIZED:
-            continue
-        cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['agreement']:.1%}"]
-        cells += [f"{row['perplexity']:.2f} ({change(row['perplexity_change'])})", scientific(row["kld"])]
-        cells += [f"{row['kld_p99']:.2g}"]
-        names = ("real_generate_calibrated", "real_chunks")
-        rows.append([*cells, *(kld_in(files[name], preset) for name in names)])
-    return markdown_table(headings, rows)
+def preset_rows(files: Results) -> list[Row]:
+    """A row of each preset, with those of the other ways of reading under the names of their files."""
+    others = ("real_generate_calibrated", "real_chunks")
+    return [
+        {**row, "preset": name, **{other: files[other]["presets"].get(name) for other in others}}
+        for name, row in measured_presets(files).items()
+        if name != UNQUANTIZED
+    ]
 
 
-def reads(results: Mapping[str, Any]) -> str:
-    """How `generate` reads, in words."""
-    after = results["window"] - 1 - results["n0"]
-    return f"{after:,} tokens one by one, behind prompts of {results['n0']:,} tokens"
+def reads(name: str = "") -> Callable[[Results], str]:
+    """How `generate` reads in a results file, in words."""
+
+    def told(files: Results) -> str:
+        results = files[name] if name else files
+        after = results["window"] - 1 - results["n0"]
+        return f"{after:,} tokens one by one, behind prompts of {results['n0']:,} tokens"
+
+    return told
 
 
-def where(results: Mapping[str, Any]) -> str:
-    """On what it was measured: a GPU by its name, or a CPU."""
-    return str(results.get("gpu", "a CPU"))
+def where(name: str) -> Callable[[Results], str]:
+    """On what a results file was measured: a GPU by its name, or a CPU."""
+    return lambda files: files[name].get("gpu", "a CPU")
 
 
-def caption(files: Files) -> str:
-    """What was measured, on what and when."""
-    results, chunks, calibrated = (files[f"real_{name}"] for name in ("generate", "chunks", "generate_calibrated"))
-    return (
-        f"{MODEL} (`evals/real_model/`) in {results['dtype']} on WikiText-2, compared with the unquantised "
-        f"cache: {reads(results)} ({results['scored_tokens']:,} tokens, perplexity "
-        f"{results['reference_perplexity']:.2f}). Its head_dim is 64, so bits are a little higher than with 128. "
-        f"Calibrated: smoothed on other text, on {where(calibrated)}. In chunks: {chunks['chunk']} tokens at a time "
-        f"from the first one on, windows of {chunks['window']:,} ({chunks['scored_tokens']:,} tokens, on "
-        f"{where(chunks)}). "
-        f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, "
-        "`evals/results/real_generate.json` and files beside it."
-    )
+preset_table = Table(
+    preset_rows,
+    {
+        "preset": "`{preset}`",
+        "bits per value": "{bits_per_value:.4g}",
+        "same next token": "{agreement:.1%}",
+        "perplexity": "{perplexity:.2f} ({perplexity_change:change})",
+        "KL, nats per token": "{kld:scientific}",
+        "99 %": "{kld_p99:.2g}",
+        "KL, calibrated": "{real_generate_calibrated.kld:scientific}",
+        "KL, in chunks": "{real_chunks.kld:scientific}",
+    },
+)
+caption = Text(
+    f"{MODEL} (`evals/real_model/`) in {{real_generate.dtype}} on WikiText-2, compared with the unquantised cache: "
+    "{reads} ({real_generate.scored_tokens:,} tokens, perplexity {real_generate.reference_perplexity:.2f}). Its "
+    "head_dim is 64, so bits are a little higher than with 128. Calibrated: smoothed on other text, on {calibrated}. "
+    "In chunks: {real_chunks.chunk} tokens at a time from the first one on, windows of {real_chunks.window:,} "
+    "({real_chunks.scored_tokens:,} tokens, on {chunks}).",
+    origin("real_generate", of="real_generate.", more=" and files beside it"),
+    reads=reads("real_generate"),
+    calibrated=where("real_generate_calibrated"),
+    chunks=where("real_chunks"),
+)
 
 
 def dense_tokens(name: str) -> str:
@@ -92,113 +87,113 @@ def dense_tokens(name: str) -> str:
     return "none" if dense in ("", "0+0") else dense.replace("+", " + ")
 
 
-def windows_table(files: Files) -> str:
-    """How much dense tokens help, and a peer."""
+def windows_rows(files: Results) -> list[Row]:
+    """Presets with dense windows and without, and a peer, each with the divergence behind a long prompt as `far`."""
+    peer, runs = "quanto-4:0+128", files["recipes_real"]["runs"]
     measured = {**files["real_generate"]["presets"], **files["real_windows"]["presets"]}
-    runs = files["recipes_real"]["runs"]
-    measured["quanto-4:0+128"] = runs["generate"]["recipes"]["quanto-4"]
-    far = {**files["real_long"]["presets"], "quanto-4:0+128": runs["long"]["recipes"]["quanto-4"]}
-    rows = []
-    for name in (*WITH_WINDOWS, "quanto-4:0+128"):
-        row, preset = measured[name], name.partition(":")[0]
-        cells = [f"`{preset}`", dense_tokens(name), scientific(row["kld"]), f"{row['kld_p99']:.2g}"]
-        cells += [f"{row['agreement']:.1%}", change(row["perplexity_change"])]
-        rows.append([*cells, scientific(far[name]["kld"]) if name in far else "-"])
-    headings = ["preset", "dense: first + newest", "KL, nats per token", "99 %", "same next token", "perplexity"]
-    return markdown_table([*headings, "KL at 8k"], rows)
+    measured[peer] = runs["generate"]["recipes"]["quanto-4"]
+    far = {**files["real_long"]["presets"], peer: runs["long"]["recipes"]["quanto-4"]}
+    return [named(name, measured[name], far) for name in (*WITH_WINDOWS, peer)]
 
 
-def windows_caption(files: Files) -> str:
-    """What was measured."""
-    results, far = files["real_windows"], files["real_long"]
-    return (
-        f"{MODEL} in {results['dtype']} on WikiText-2: {reads(results)}; last column: behind {far['n0']:,}, on "
-        f"{where(far)}. `quanto-4` is transformers' own quantised cache, on other parts of the same text. "
-        f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, `evals/results/real_windows.json` and files "
-        "beside it."
-    )
+def named(name: str, row: Row, far: Results) -> Row:
+    """A row with its preset, its dense tokens, and what it is behind a long prompt."""
+    return {**row, "preset": name.partition(":")[0], "dense": dense_tokens(name), "far": far.get(name)}
 
 
-def bits_table(results: Mapping[str, Any]) -> str:
+windows_table = Table(
+    windows_rows,
+    {"preset": "`{preset}`", "dense: first + newest": "{dense}", **DISTANCE, "KL at 8k": "{far.kld:scientific}"},
+)
+windows_caption = Text(
+    f"{MODEL} in {{real_windows.dtype}} on WikiText-2: {{reads}}; last column: behind {{real_long.n0:,}}, on {{far}}. "
+    "`quanto-4` is transformers' own quantised cache, on other parts of the same text.",
+    origin("real_windows", of="real_windows.", more=" and files beside it"),
+    reads=reads("real_windows"),
+    far=where("real_long"),
+)
+
+
+def bits_rows(results: Results) -> list[Row]:
     """What `bits=` finds, beside the best preset for all layers within as many bits. The fewest bits come first."""
-    rows = {name: row for name, row in results["presets"].items() if name != UNQUANTIZED}
-    headings = ["", "bits per value", "KL, nats per token", "99 %", "same next token", "perplexity"]
-    lines = []
-    for name, row in sorted(rows.items(), key=lambda each: (each[1]["bits_per_value"], each[0])):
+    rows = []
+    for name, row in results["presets"].items():
         _, is_found, bits = name.partition("bits-")
-        error = scientific(row["kld_standard_error"])
-        cells = [f"`bits={bits}`" if is_found else f"`{name}` in all layers", f"{row['bits_per_value']:.2f}"]
-        cells += [f"{scientific(row['kld'])} ± {error}", f"{row['kld_p99']:.2g}", f"{row['agreement']:.1%}"]
-        lines.append([*cells, change(row["perplexity_change"])])
-    return markdown_table(headings, lines)
+        rows.append({**row, "name": name, "shown": f"`bits={bits}`" if is_found else f"`{name}` in all layers"})
+    rows.sort(key=lambda row: (row["bits_per_value"], row["name"]))
+    return [row for row in rows if row["name"] != UNQUANTIZED]
 
 
-def bits_caption(results: Mapping[str, Any]) -> str:
-    """What was measured."""
-    return (
-        f"{MODEL} (`evals/real_model/`) in {results['dtype']} on WikiText-2: {reads(results)} "
-        f"({results['scored_tokens']:,} tokens in {len(results['window_indices'])} windows; ±: standard error over "
-        f"windows). Found on `{results['bits_text']['text']}`, another part of that text. "
-        f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, `evals/results/real_bits.json`."
-    )
+bits_table = Table(
+    bits_rows,
+    {
+        "": "{shown}",
+        "bits per value": "{bits_per_value:.2f}",
+        **DISTANCE,
+        "KL, nats per token": "{kld:scientific} ± {kld_standard_error:scientific}",
+    },
+)
+bits_caption = Text(
+    f"{MODEL} (`evals/real_model/`) in {{dtype}} on WikiText-2: {{reads}} ({{scored_tokens:,}} tokens in {{windows}} "
+    "windows; ±: standard error over windows). Found on `{bits_text.text}`, another part of that text.",
+    origin("real_bits"),
+    reads=reads(),
+    windows=lambda results: len(results["window_indices"]),
+)
 
 
-def position_table(files: Files) -> str:
+def position_rows(files: Results) -> list[Row]:
+    """A row of each preset whose divergence was measured by position."""
+    presets, far = files["real_position"]["presets"], files["real_long"]["presets"]
+    return [named(name, row, far) for name, row in presets.items() if name != UNQUANTIZED]
+
+
+def position_columns(files: Results) -> dict[str, Cell]:
     """The divergence by position, and at the end of the model's context: how it goes on as a context grows."""
-    results, far = files["real_position"], files["real_long"]
+    results = files["real_position"]
     length, last = results["window"], results["window"] - 1
     # From the prompt on, each range reaches to twice the position where it begins.
     ends = [length >> shift for shift in reversed(range(POSITION_RANGES))]
-    ranges = list(zip([0, *ends], ends, strict=False))
-    headings = ["preset", "dense: first + newest"]
-    headings += [f"{max(begin, results['n0']):,} to {min(end, last):,}" for begin, end in ranges]
-    headings += [f"{far['n0']:,} to {far['window'] - 1:,}"]
-    rows = []
-    for name, row in results["presets"].items():
-        if name == UNQUANTIZED:
-            continue
-        preset, by_position = name.partition(":")[0], row["by_position"]
-        parts = list(zip(by_position["begin"], by_position["kld"], strict=True))
-        means = [statistics.fmean(kld for at, kld in parts if begin <= at < end) for begin, end in ranges]
-        rows.append([f"`{preset}`", dense_tokens(name), *map(scientific, means), kld_in(far, name)])
-    return markdown_table(headings, rows)
 
+    def mean(begin: int, end: int) -> Cell:
+        def cell(parts: Row) -> str:
+            found = zip(parts["begin"], parts["kld"], strict=True)
+            return scientific(statistics.fmean(kld for at, kld in found if begin <= at < end))
 
-def position_caption(files: Files) -> str:
-    """What was measured."""
-    results, far = files["real_position"], files["real_long"]
-    return (
-        f"KL divergence in nats per token, by the position of the token. {MODEL} in {results['dtype']} on WikiText-2: "
-        f"{results['scored_tokens']:,} tokens one by one, behind a prompt of {results['n0']}; last column: "
-        f"{far['scored_tokens']:,} tokens of other parts of the text, behind {far['n0']:,}. "
-        f"{results.get('gpu', results['cpu'])}, {results['date'][:10]}, `evals/results/real_position.json` and "
-        "`real_long.json`."
-    )
+        return of("by_position", cell)
 
-
-def recipe_table(recipes: Mapping[str, Any]) -> str:
-    """Every recipe: its bits, and its distance from the unquantised cache, as `generate` reads and from the start."""
-    rows = render_recipes.rows_of(recipes, "generate")
-    columns: dict[str, render_recipes.Column] = {
-        "bits at 32k": render_recipes.bits(),
-        "KL, nats per token": render_recipes.kld,
-        "99 %": render_recipes.form("kld_p99", ".2g"),
-        "same next token": render_recipes.form("agreement", ".1%"),
-        "perplexity": render_recipes.form("perplexity_change", "+.2%"),
-        "KL, token by token": render_recipes.kld_in(render_recipes.rows_of(recipes, "steps")),
+    ranges = {
+        f"{max(begin, results['n0']):,} to {min(end, last):,}": mean(begin, end)
+        for begin, end in zip([0, *ends], ends, strict=False)
     }
-    return render_recipes.table(rows, columns)
+    far = f"{files['real_long']['n0']:,} to {files['real_long']['window'] - 1:,}"
+    return {"preset": "`{preset}`", "dense: first + newest": "{dense}", **ranges, far: "{far.kld:scientific}"}
 
 
-def recipe_caption(recipes: Mapping[str, Any]) -> str:
-    """What was measured, on what and when."""
-    run, steps = recipes["runs"]["generate"], recipes["runs"]["steps"]
-    first, other = (render_recipes.first_of(each["recipes"]) for each in (run, steps))
-    return (
-        f"{MODEL} (`evals/real_model/`) in {run['dtype']} on WikiText-2: "
-        f"{run['window'] - 1 - run['first_chunk']:,} tokens one by one, behind prompts of {run['first_chunk']:,} "
-        f"({first['scored_tokens']:,} tokens, perplexity {first['reference_perplexity']:.2f}); last column: windows of "
-        f"{steps['window']:,} from the first token on ({other['scored_tokens']:,} tokens). Nothing was calibrated; "
-        f"recipes that learn from text got other text. {run.get('gpu', run['cpu'])}, {run['date'][:10]}, "
-        "`evals/results/recipes_real.json`."
-    )
+position_table = Table(position_rows, position_columns)
+position_caption = Text(
+    f"KL divergence in nats per token, by the position of the token. {MODEL} in {{real_position.dtype}} on WikiText-2: "
+    "{real_position.scored_tokens:,} tokens one by one, behind a prompt of {real_position.n0}; last column: "
+    "{real_long.scored_tokens:,} tokens of other parts of the text, behind {real_long.n0:,}.",
+    origin("real_position", of="real_position.", more=" and `real_long.json`"),
+)
+recipe_table = Table(
+    recipes("generate"), {**NAME, **BITS, **DISTANCE, "KL, token by token": "{runs.steps.kld:scientific}"}
+)
+recipe_caption = Text(
+    f"{MODEL} (`evals/real_model/`) in {{runs.generate.dtype}} on WikiText-2: {{after:,}} tokens one by one, behind "
+    "prompts of {runs.generate.first_chunk:,} ({first.scored_tokens:,} tokens, perplexity "
+    "{first.reference_perplexity:.2f}); last column: windows of {runs.steps.window:,} from the first token on "
+    "({other.scored_tokens:,} tokens). Nothing was calibrated; recipes that learn from text got other text.",
+    origin("recipes_real", of="runs.generate."),
+    after=lambda results: (run := results["runs"]["generate"])["window"] - 1 - run["first_chunk"],
+    first=first_of("generate"),
+    other=first_of("steps"),
+)
+PARTS = (
+    Part("real", ("real_generate", "real_windows", "real_generate_calibrated", "real_chunks"), (preset_table, caption)),
+    Part("windows", ("real_generate", "real_windows", "real_long", "recipes_real"), (windows_table, windows_caption)),
+    Part("bits", ("real_bits",), (bits_table, bits_caption)),
+    Part("positions", ("real_position", "real_long"), (position_table, position_caption)),
+    Part("recipes-real", ("recipes_real",), (recipe_table, recipe_caption)),
+)

@@ -61,7 +61,7 @@ def test_steps_of_generate() -> None:
     times = {"dynamic": 40.0, "dynamic-no-cudnn": 60.0, "int8-capture": 8.0, "int4-capture": 10.0}
     rows = [{"system": name, "step_ms": ms, "cache_bytes": 1e8 * ms} for name, ms in times.items()]
     card = {"transformers": "5.24.0", "gpu": "a GPU", "torch": "2.11.0", "date": "2026-11-29 05:00 UTC"}
-    results = [{**card, "model": "glm-4.7-flash", "cases": [{"batch": 8, "context": 16384, "rows": rows}]}]
+    results = {"generate_glm_4_7_flash": {**card, "cases": [{"batch": 8, "context": 16384, "rows": rows}]}}
     *_, line = render.generate_table(results).splitlines()
     assert line == "| GLM-4.7-Flash | 8 x 16,384 | 40.0 | 8.0 (5.0) | 10.0 (4.0) | 4.00 | 0.80 | 1.00 |"
     assert "a GPU, torch 2.11.0, 2026-11-29 (`evals/results/generate_glm_4_7_flash.json`)" in render.generate_caption(

@@ -41,19 +41,15 @@ def test_parts_are_those_of_the_results(renderer: ModuleType) -> None:
     for page, text in pages.items():
         assert renderer.rendered(text, texts) == text, f"{page.name}: run: python evals/render_readme.py"
     shown = [found[2] for text in pages.values() for found in renderer.MARKED.finditer(text)]
-    assert set(shown) == set(texts)
+    assert set(shown) == set(texts) and len(texts) == len(renderer.PARTS)
 
 
 def test_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
     results = renderer.load_all()
-    assert described(renderer.PICTURE) == renderer.pictures.plotted_presets(results)
-    assert described(renderer.GPU_PICTURE) == renderer.pictures.plotted_decode(results["decode"])
-    assert described(renderer.RECIPES_PICTURE) == renderer.plotted_recipes(results)
-    assert described(renderer.GENERATE_PICTURE) == renderer.pictures.plotted_generate(results["generate"])
-    if "itl" in results:
-        assert described(renderer.ITL_PICTURE) == renderer.render_itl.plotted(results["itl"])
-    if "batching" in results:
-        assert described(renderer.BATCHING_PICTURE) == renderer.render_batching.plotted(results["batching"])
+    for picture in renderer.PICTURES:
+        assert described(renderer.RESULTS / f"{picture.name}.svg") == picture.plotted(picture.of(results))
+    drawn = {path.stem for path in renderer.RESULTS.glob("*.svg")}
+    assert {picture.name for picture in renderer.PICTURES} == drawn
 
 
 def test_rendering_fills_what_is_between_markers(renderer: ModuleType) -> None:
@@ -62,6 +58,44 @@ def test_rendering_fills_what_is_between_markers(renderer: ModuleType) -> None:
     assert shown == ("a\n<!-- begin: x -->\n\nnew\n\n<!-- end -->\nb\n<!-- begin: y -->\n\n| 1 |\n\n<!-- end -->\n")
     with pytest.raises(KeyError):
         renderer.rendered(page, {"x": "new"})
+
+
+def test_templates_are_filled_with_results(renderer: ModuleType) -> None:
+    made = importlib.import_module("parts")
+    row = {"cpu": "C", "gpu": None, "ours": {"ms": 2.0}, "theirs": {"ms": 5.0}, "date": "2026-11-29 10:00 UTC"}
+    told = "{gpu|cpu}, {theirs.ms/ours.ms:.1f}x, {ours.ms:milli.0f}, {date:day}"
+    assert made.filled(told, row) == "C, 2.5x, 2000, 2026-11-29"
+    assert made.Text("{cpu}", "{more}", more=lambda results: results["ours"]["ms"])(row) == "C 2.0"
+    # What is missing is a dash in a table, and an error in a text.
+    for absent in ("{gpu}", "{others.ms}", "{ours.us:.1f} ms", "{others.ms/ours.ms:.1f}x"):
+        assert made.shown(absent, row) == "-"
+        with pytest.raises(KeyError):
+            made.Text(absent)(row)
+    with pytest.raises(KeyError):
+        made.shown(lambda found: found["others"], row)
+
+
+def test_tables_of_rows_and_of_groups(renderer: ModuleType) -> None:
+    made = importlib.import_module("parts")
+    rows = [{"case": "1x2k", "rows": [{"preset": "int8", "us": 1.0}, {"preset": "int4", "us": None}]}]
+    rows.append({"case": "8x16k", "rows": [{"preset": "int4", "us": 3.0}]})
+    columns = [("case", "{case:x}"), ("µs", "{us:.1f}"), ("µs", made.of("more", "{us}"))]
+    table = made.Table(lambda results: made.flat(results, "cases", "rows"), columns)
+    lines = [
+        "| case | µs | µs |",
+        "|---|--:|--:|",
+        "| 1 x 2k | 1.0 | - |",
+        "| 1 x 2k | - | - |",
+        "| 8 x 16k | 3.0 | - |",
+    ]
+    assert table({"cases": rows}).splitlines() == lines
+    pivot = made.Pivot(table.rows, {"preset": "`{preset}`"}, {"{case}, µs": "{us:.1f}", "n": lambda row: "1"})
+    assert pivot({"cases": rows}).splitlines() == [
+        "| preset | 1x2k, µs | n | 8x16k, µs | n |",
+        "|---|--:|--:|--:|--:|",
+        "| `int8` | 1.0 | 1 | - | - |",
+        "| `int4` | - | 1 | 3.0 | 1 |",
+    ]
 
 
 def test_a_result_that_changes_changes_the_pages(renderer: ModuleType) -> None:
@@ -77,9 +111,10 @@ def test_a_result_that_changes_changes_the_pages(renderer: ModuleType) -> None:
 def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> None:
     """The reference model's results stand in for it: no numbers are shown without results, all recipes with them."""
     names = ("recipes-larger", "ablation-larger")
-    results = {name: found for name, found in renderer.load_all().items() if name not in renderer.LARGER_FILES}
+    larger = ("recipes_larger", "ablation_larger", "ablation_larger_outliers")
+    results = {name: found for name, found in renderer.load_all().items() if name not in larger}
     before = renderer.parts(results)
-    assert [before[name] for name in names] == [renderer.NOT_MEASURED] * 2
+    assert [before[name] for name in names] == ["Not measured yet."] * 2
     plain = results["recipes"]["runs"]["plain"]
     of_tasks = {
         "num_items": 5,
@@ -95,7 +130,7 @@ def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> 
     codes = {**tasks, "recipes": {"int8": rows["int8"]}}
     runs = {**results["recipes"]["runs"], "long": plain, "tasks": tasks, "tasks-codes": codes}
     stand_ins = {"runs": runs}, results["ablation"], results["ablation_outliers"]
-    measured = dict(zip(renderer.LARGER_FILES, stand_ins, strict=True))
+    measured = dict(zip(larger, stand_ins, strict=True))
     after = renderer.parts({**results, **measured})
     assert {name for name in before if before[name] != after[name]} == set(names)
     for recipe in results["recipes"]["runs"]["plain"]["recipes"]:
@@ -106,14 +141,14 @@ def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> 
     assert f"| `int4-token` | 4.25 | {cells} | - | - |" in after["recipes-larger"]
     assert "answers 50.0% correctly" in after["recipes-larger"]
     assert after["ablation-larger"].splitlines()[:-1] == before["ablation"].splitlines()[:-1]
-    shown = renderer.plotted_recipes({**results, **measured})
-    assert len(shown) == 2 * len(renderer.plotted_recipes(results))
+    plotted = renderer.render_recipes.plotted
+    assert len(plotted({**results, **measured})) == 2 * len(plotted(results))
 
 
 def test_readme_table(renderer: ModuleType) -> None:
     """Some presets, each with the numbers of three files."""
     results = renderer.load_all()
-    lines = renderer.summary_table(results, results["cpu_decode"], results["decode"]).splitlines()
+    lines = renderer.render_summary.summary_table(results).splitlines()
     rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])}
     assert set(rows) <= {f"`{name}`" for name in PRESETS} and len(rows) == len(renderer.pictures.SUMMARY_PRESETS)
     row = next(row for row in results["cpu_decode"]["rows"] if row["preset"] == "int8")
@@ -122,10 +157,11 @@ def test_readme_table(renderer: ModuleType) -> None:
 
 def test_what_was_measured_without_dense_tokens_is_marked(renderer: ModuleType) -> None:
     measured, names = {"int8": 1.0, "k8v4:0+0": 2.0}, ["int8", "k8v4", "int4"]
-    assert [renderer.found(measured, name) for name in names] == [1.0, 2.0, None]
-    assert renderer.bare_note("Speed", measured, names) == " Speed of `k8v4`: without dense tokens."
+    found, bare_note = renderer.render_quality.found, renderer.render_quality.bare_note
+    assert [found(measured, name) for name in names] == [1.0, 2.0, None]
+    assert bare_note("Speed", measured, names) == " Speed of `k8v4`: without dense tokens."
     measured["k8v4"] = 3.0
-    assert renderer.found(measured, "k8v4") == 3.0 and renderer.bare_note("Speed", measured, names) == ""
+    assert found(measured, "k8v4") == 3.0 and bare_note("Speed", measured, names) == ""
 
 
 def test_readme_is_read_in_a_few_minutes() -> None:
@@ -135,8 +171,9 @@ def test_readme_is_read_in_a_few_minutes() -> None:
 def test_quality_table(renderer: ModuleType) -> None:
     """Each preset's row has the numbers of all three files; an answer that changes, changes the average."""
     results = renderer.load_all()
-    fidelity, tasks, cpu = (results[name] for name in ("fidelity", "tasks", "cpu_decode"))
-    before = renderer.quality_table(fidelity, tasks, cpu)
+    files = {name: results[name] for name in ("fidelity", "tasks", "cpu_decode")}
+    quality_table, tasks = renderer.render_quality.quality_table, files["tasks"]
+    before = quality_table(files)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in before.splitlines()]
     assert rows[0][6] == "zero-shot average, %" and [row[0] for row in rows[2:]] == [f"`{name}`" for name in PRESETS]
     right = [tasks["parts"][f"{task}/none"]["items"]["acc"] for task in AVERAGED]
@@ -144,7 +181,7 @@ def test_quality_table(renderer: ModuleType) -> None:
     assert all(re.fullmatch(r"\d+\.\d \([+-]\d+\.\d to [+-]\d+\.\d\)", row[6]) for row in rows[3:])
     items = tasks["parts"][f"{AVERAGED[0]}/int4"]["items"]
     items["acc"] = [1 - value for value in items["acc"]]
-    assert renderer.quality_table(fidelity, tasks, cpu) != before
+    assert quality_table(files) != before
 
 
 def gpu_results() -> dict[str, Any]:
@@ -186,11 +223,15 @@ def gpu_results() -> dict[str, Any]:
 
 def test_gpu_tables(renderer: ModuleType) -> None:
     gpu = gpu_results()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.gpu_table(gpu).splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.render_decode.gpu_table(gpu).splitlines()
+    ]
     assert rows[2] == ["64 x 8k", "32/8", "495", "254", "1.94x", "96%", "9.9", "-", "92%"]
     assert rows[3][:3] == ["64 x 1 to 16k", "32/8", "480"] and rows[4][:3] == ["1 x 8k", "32/8", "-"]
     assert {len(row) for row in rows} == {9}
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.peer_table(gpu).splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.render_decode.peer_table(gpu).splitlines()
+    ]
     assert rows[0] == ["kernel, µs", "64 x 8k, 32/8", "1 x 8k, 32/8"]
     assert rows[2:] == [
         ["hf_kvquant `int8`", "254", "254"],
@@ -198,9 +239,9 @@ def test_gpu_tables(renderer: ModuleType) -> None:
         ["torch cuDNN, bf16", "495", "-"],
         ["FBGEMM, 1 group, int4", "560", "-"],
     ]
-    caption = renderer.gpu_caption(gpu)
+    caption = renderer.render_decode.gpu_caption(gpu)
     assert "Some GPU" in caption and "Driver 1.2, CUDA 13.0, 2026-11-20" in caption
-    assert "torch 2.11.0, flashinfer 0.7.2." in renderer.peer_caption(gpu)
+    assert "torch 2.11.0, flashinfer 0.7.2." in renderer.render_decode.peer_caption(gpu)
 
 
 def generate_results() -> dict[str, Any]:
@@ -242,7 +283,9 @@ def test_generate_table(renderer: ModuleType) -> None:
     caption = renderer.render_generate.caption(results)
     assert "takes 21 to 21 s" in caption and "0.4 to 0.4 s with capture" in caption and "8.0 billion" in caption
     del results["cases"][1]  # which lacks transformers' cache
-    assert renderer.render_generate.compared(results, "8x16k") == ((45.0, 5.0), 9.0, (17.0, 4.0))
+    told = renderer.render_summary.end_to_end({"generate": results})
+    assert "on an Another GPU, a step of `generate` takes 5.0 ms with `int4` and 45.0 ms with" in told
+    assert told.endswith("(9.0x). The cache takes 4.0 GB instead of 17.0 GB.")
 
 
 def scenario_results() -> dict[str, Any]:
@@ -415,8 +458,9 @@ def test_batching_picture(renderer: ModuleType, tmp_path: Path) -> None:
 def test_parts_of_results_that_may_be_missing(
     renderer: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They are made if their file exists."""
-    for name in renderer.FILES:
+    """They are made if their file exists, and say that they are not measured if it does not."""
+    names = {"chunks", "scenarios", "batching"}
+    for name in renderer.load_all().keys() - names:
         (tmp_path / f"{name}.json").write_text((renderer.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     monkeypatch.setattr(renderer, "RESULTS", tmp_path)
     before = renderer.parts(renderer.load_all())
@@ -424,7 +468,9 @@ def test_parts_of_results_that_may_be_missing(
     (tmp_path / "scenarios.json").write_text(json.dumps(scenario_results()), encoding="utf-8")
     (tmp_path / "batching.json").write_text(json.dumps(batching_results()), encoding="utf-8")
     after = renderer.parts(renderer.load_all())
-    assert set(after) - set(before) == {"chunks", "scenarios", "batching"}
+    assert {name for name in before if before[name] == "Not measured yet."} >= names
+    assert {name for name in before if before[name] != after[name]} == {*names, "summary"}
+    assert "In continuous batching" in after["summary"] and "In continuous batching" not in before["summary"]
     assert "1 x 32k + 1,024" in after["chunks"] and "`evals/results/chunks.json`" in after["chunks"]
     assert "transformers, static" in after["scenarios"] and "`evals/results/scenarios.json`" in after["scenarios"]
 
