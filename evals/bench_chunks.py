@@ -29,7 +29,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from decode_cases import DEVICE, DTYPE, Shape, bytes_held, layout_of
 from decode_peers import peer_versions
 from gpu_timing import MIN_CALLS, Forms, Timing, sets_needed, time_calls
 from render_chunks import COMPARED, case_name
-from results_files import write_results
+from results_files import add_run_options, parse_run, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -255,8 +254,8 @@ def main() -> None:
     parser.add_argument(
         "--pages", action="store_true", help="compare pages with sequences side by side, not with peers"
     )
-    parser.add_argument("--output", type=Path, help="write the results here, as JSON")
-    arguments = parser.parse_args()
+    add_run_options(parser, after="all cases", device=False)
+    arguments = parse_run(parser, None)
     if not ops.has_kernels("cuda"):
         raise SystemExit("bench_chunks: needs a GPU and an extension built with CUDA.")
     started = time.perf_counter()

@@ -29,12 +29,11 @@ import json
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from decode_cases import layout_of, random_transform
-from results_files import write_results
+from results_files import add_run_options, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -289,7 +288,7 @@ def show(console: Console, case: dict[str, Any]) -> None:
 def main() -> None:
     """Measure every case. Print card, tables, and the results as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    add_run_options(parser, after="all cases", device=False)
     parser.add_argument("--threads", type=int, help="threads of PyTorch and of the kernels (default: PyTorch's choice)")
     parser.add_argument("--turns", type=int, default=50, help="timed runs of each contender (default: %(default)s)")
     parser.add_argument(

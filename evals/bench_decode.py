@@ -38,7 +38,6 @@ import functools
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,8 +61,9 @@ from decode_cases import (
     uneven_cases,
 )
 from decode_peers import measure_peers, peer_versions
+from goals import verdict
 from gpu_timing import ReadBandwidth, Timing, figures, sets_needed, time_calls
-from results_files import write_results
+from results_files import add_run_options, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -528,7 +528,7 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
         goal = Goal(**{field.name: check_row[field.name] for field in dataclasses.fields(Goal)})
         measured = check_row["measured"]
         if measured is None:
-            table.add_row(goal.describe(), "", "not measured")
+            table.add_row(goal.describe(), "", verdict(None))
             continue
         text = {
             "share": f"{measured:.1%}",
@@ -538,14 +538,14 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
             "times": f"{measured:.2f} times",
             "points": f"{measured:.1f} points",
         }[goal.unit]
-        table.add_row(goal.describe(), text, "reached" if check_row["reached"] else "[bold]missed[/bold]")
+        table.add_row(goal.describe(), text, verdict(check_row["reached"]))
     return table
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. An unknown case or preset ends the program with a list of the known ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="also write the JSON here, after every case")
+    add_run_options(parser, after="every case", device=False)
     parser.add_argument(
         "--cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"some of {', '.join(CASES)} (default: all)"
     )

@@ -66,6 +66,7 @@ from generate_systems import (
     check_served,
     clean_up,
 )
+from goals import verdict
 from results_files import SHARED, add_run_options, earlier_results, parse_run, write_results
 from rich.console import Console
 from rich.table import Table
@@ -313,9 +314,8 @@ def goals_table(results: dict[str, Any]) -> Table:
 def _goal(check: dict[str, Any]) -> str:
     goal = Goal(**{field.name: check[field.name] for field in dataclasses.fields(Goal)})
     if check["reached"] is None:
-        return f"{goal.describe()}: not measured"
-    verdict = "reached" if check["reached"] else "[bold]missed[/bold]"
-    return f"{check['measured']:.2f}, {goal.describe()} ({check['limit']:.2f}): {verdict}"
+        return f"{goal.describe()}: {verdict(None)}"
+    return f"{check['measured']:.2f}, {goal.describe()} ({check['limit']:.2f}): {verdict(check['reached'])}"
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

@@ -20,11 +20,10 @@ import argparse
 import contextlib
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from results_files import write_results
+from results_files import add_run_options, parse_run, write_results
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -119,11 +118,10 @@ def step(model: Any, system: str, token: torch.Tensor, cache: Any) -> tuple[floa
 def main(words: list[str] | None = None) -> None:
     """Measure every shape and context, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
-    parser.add_argument("--output", type=Path, help="also write the JSON here")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    arguments = parser.parse_args(words)
-    device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    add_run_options(parser, after="all cases")
+    arguments = parse_run(parser, words)
+    device = arguments.device
     cases = [measure(name, context, device) for name in arguments.shapes for context in CONTEXTS[device.type]]
     results = {**card(), "threads": torch.get_num_threads(), "device": device.type, "cases": cases}
     systems = [row["system"] for row in cases[0]["rows"]]

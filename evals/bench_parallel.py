@@ -15,14 +15,13 @@ import json
 import os
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench_generate import add_rows, clean_up, load, measure
 from generate_cases import MODELS, Case
 from generate_systems import SYSTEMS, call
-from results_files import write_results
+from results_files import add_run_options, parse_run, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, distributed
@@ -105,9 +104,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS, help="its weights are random")
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=DEFAULT_CASES, metavar="CASE")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--output", type=Path, help="write the results here after each case, as JSON")
-    return parser.parse_args()
+    add_run_options(parser, after="every case", new_tokens=32, device=False)
+    return parse_run(parser, None)
 
 
 def main() -> None:

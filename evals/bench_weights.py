@@ -45,6 +45,7 @@ from bench_generate import (
 )
 from generate_cases import MODELS, Case
 from generate_systems import SYSTEMS, System, bytes_per_token, call, check_served, clean_up
+from goals import is_reached
 from gpu_timing import time_calls
 from results_files import SHARED, add_run_options, earlier_results, parse_run, write_results
 from rich.console import Console
@@ -185,7 +186,7 @@ def add_ratios(results: dict[str, Any]) -> None:
         }
         fastest = min(ratios, key=lambda name: ratios[name], default=None)
         measured = None if fastest is None else ratios[fastest]
-        reached = None if measured is None else measured <= limit
+        reached = is_reached(measured, limit)
         results["checks"].append(
             {"case": case, "limit": limit, "fastest": fastest, "measured": measured, "reached": reached}
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from goals import is_reached
 
 from hf_kvquant import KeyTransform
 from hf_kvquant.presets import preset_formats
@@ -222,9 +223,7 @@ def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
     checks = []
     for goal in GOALS:
         measured = _measured(results, goal)
-        reached = None
-        if measured is not None:
-            reached = measured <= goal.value if goal.unit in ("us", "points") else measured >= goal.value
+        reached = is_reached(measured, goal.value, at_least=goal.unit not in ("us", "points"))
         checks.append({**dataclasses.asdict(goal), "measured": measured, "reached": reached})
     return checks
 

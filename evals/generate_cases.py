@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from decode_cases import thousands
+from goals import is_reached
 
 # Model types of transformers and their sizes. Weights are random.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -272,13 +273,12 @@ def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
             known = None if case is None or case["floor"] is None else case["floor"]["step_ms"] + limit
         elif goal.unit == "times":
             known = rows[goal.other]["step_ms"] * limit if goal.other in rows else None
-        is_known = measured is not None and known is not None
         checks.append(
             {
                 **dataclasses.asdict(goal),
                 "limit": known,
                 "measured": measured,
-                "reached": measured <= known if is_known else None,
+                "reached": is_reached(measured, known),
             }
         )
     return checks

@@ -16,32 +16,40 @@ LEAST_NEW_TOKENS = 8
 
 
 def add_run_options(
-    parser: argparse.ArgumentParser, *, after: str, resumed: str, new_tokens: int | None = None
+    parser: argparse.ArgumentParser,
+    *,
+    after: str,
+    resumed: str | None = None,
+    new_tokens: int | None = None,
+    device: bool = True,
 ) -> None:
     """Add `--device`, `--output`, `--resume` and, with a default, `--new-tokens` to a command line.
 
     Args:
         parser: Of the command line.
         after: After what the results are written, such as "every case".
-        resumed: What `--resume` keeps, and under which condition.
+        resumed: What `--resume` keeps, and under which condition; `None` leaves the option out.
         new_tokens: The default of `--new-tokens`; `None` leaves the option out.
+        device: Whether there is a choice of device.
     """
-    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
+    if device:
+        parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
     if new_tokens is not None:
         told = "per call; the first quarter is not timed (default: %(default)s)"
         parser.add_argument("--new-tokens", type=int, default=new_tokens, help=told)
     parser.add_argument("--output", type=Path, help=f"also write the JSON here, after {after}")
-    parser.add_argument("--resume", action="store_true", help=f"keep {resumed}")
+    if resumed is not None:
+        parser.add_argument("--resume", action="store_true", help=f"keep {resumed}")
 
 
 def parse_run(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
     """Parse a command line with `add_run_options`, check these options, and choose the device if none is named."""
     arguments = parser.parse_args(words)
-    if arguments.resume and arguments.output is None:
+    if getattr(arguments, "resume", False) and arguments.output is None:
         parser.error("--resume needs --output, the results to resume")
     if getattr(arguments, "new_tokens", LEAST_NEW_TOKENS) < LEAST_NEW_TOKENS:
         parser.error(f"--new-tokens must be at least {LEAST_NEW_TOKENS}, got {arguments.new_tokens}")
-    if arguments.device is None:
+    if getattr(arguments, "device", ...) is None:
         arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return arguments
 

@@ -139,6 +139,8 @@ def check_command(words: list[str]) -> None:
         source = script.read_text(encoding="utf-8")
         if "add_run_options(" in source:
             source += RUN_OPTIONS
+            assert "--resume" not in arguments or "resumed=" in source, words
+            assert "--device" not in arguments or "device=False" not in source, words
         for option in (word for word in arguments[1:] if word.startswith("--")):
             assert f'"{option}"' in source, words
     elif program.endswith(".sh"):
