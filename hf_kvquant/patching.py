@@ -47,6 +47,7 @@ from .models.parts import generating_parts, stand_ins
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
 from .presets import FEW_BITS
+from .spec.codes import INTEGER_BITS
 from .state import Patch, keep, noted_models, notes_on, patch_of
 from .upstream.contracts import check_release
 from .upstream.releases import CACHE
@@ -124,7 +125,8 @@ def patch(
         _route_attention(part, previous)
         _install(part, dataclasses.replace(made, previous_attention=previous, unrounded=()))
     formats = (config, *config.layers.values())
-    most_bits = 8 if keeps_latents(text_config_of(model)) else FEW_BITS
+    # Uneven latents (MLA) lose much in codes of any integer type.
+    most_bits = max(INTEGER_BITS.values()) if keeps_latents(text_config_of(model)) else FEW_BITS
     if any(each.key.is_quantized and each.key.bits <= most_bits for each in formats):
         _preflight("hint").tell(model, config)
     return model

@@ -37,6 +37,7 @@ from ..upstream.contracts import check_release
 from .file import load_cache, save_cache
 from .handle import MaskNotes
 from .layers import KVQuantLayer, new_layer, transformers_layer
+from .states import tensors_of
 from .steps import Steps
 from .support import OTHER_MODEL, check_model, formats_of
 
@@ -338,6 +339,11 @@ class KVQuantCache(QuantizedCache):
     def storages(self) -> list[LayerStore]:
         """The storages of the quantised layers."""
         return [layer.storage for layer in self.layers if isinstance(layer, KVQuantLayer)]
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The states of fixed size that layers keep, in a fixed order."""
+        return [state for layer in self.layers for state in tensors_of(layer)]
 
     @property
     def pairs_dequantized(self) -> int:

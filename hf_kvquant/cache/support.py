@@ -98,11 +98,20 @@ def formats_of(text_config: PreTrainedConfig, quant_config: KVQuantConfig) -> di
     configs = text_config.per_layer_config
     found = {}
     for index in quantized_layers(layer_types, quant_config):
-        found[index] = formats = quant_config.formats(index)
-        sizes = latent_sizes(configs[index]) if index < len(configs) else None
-        if sizes is not None:
-            found[index] = latent_formats("KVQuantCache", formats, sizes[0])
+        formats = quant_config.formats(index)
+        is_known = index < len(configs)
+        found[index] = kept_formats("KVQuantCache", formats, configs[index]) if is_known else formats
     return found
+
+
+def kept_formats(where: str, formats: LayerFormats, layer_config: PreTrainedConfig) -> LayerFormats:
+    """What formats mean in a layer: as they are, or of latents and rope parts where it keeps these.
+
+    Raises:
+        ValueError: Latents cannot have such formats. `where` begins the message.
+    """
+    sizes = latent_sizes(layer_config)
+    return formats if sizes is None else latent_formats(where, formats, sizes[0])
 
 
 def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) -> dict[int, str]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.latent import LATENT_NORM
-from ..models.probing import forward, hooked, in_float32
+from ..models.probing import hooked
 from ..spec.key_transform import KeyTransform
 from .search import KeyStatistics, Search, through_codes
-from .text import ERROR_TOKENS, Windows, some
+from .text import ERROR_TOKENS, Windows, run_watched, some
 
 
 class LatentSearch(Search):
@@ -80,14 +81,12 @@ class LatentSearch(Search):
     ) -> None:
         """Run the model over windows. `look` gets a layer, its latents `[batch, tokens, rank]`, and which are real."""
         norms = {self.model.get_submodule(f"{self.targets[index].keys.name}.{LATENT_NORM}"): index for index in layers}
-        with in_float32(self.model), torch.no_grad():
-            for ids, mask in windows:
 
-                def watch(module: Any, args: Any, output: Tensor, mask: Tensor = mask) -> None:
-                    latent = output.float().view(*mask.shape, -1)
-                    look(norms[module], latent, mask.to(latent.device, torch.bool))
+        def watching(mask: Tensor) -> AbstractContextManager[None]:
+            def watch(module: Any, args: Any, output: Tensor) -> None:
+                latent = output.float().view(*mask.shape, -1)
+                look(norms[module], latent, mask.to(latent.device, torch.bool))
 
-                with hooked((norm, watch) for norm in norms):
-                    kwargs: dict[str, Any] = {} if mask.all() else {"attention_mask": mask}
-                    forward(self.model, ids, only_last=True, **kwargs)
-                advance(int(mask.sum()))
+            return hooked((norm, watch) for norm in norms)
+
+        run_watched(self.model, windows, watching, advance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention.observation import Observation, observed
-from ..models.probing import forward, in_float32
+from ..models.probing import evaluating, forward, in_float32
 from ..models.text_config import positions_of
 
 MIN_TOKENS = 512  # calibration tokens; fewer say little about the largest key of a channel
@@ -114,6 +115,26 @@ def check_ids(windows: Windows, dtype: torch.dtype) -> Tensor:
     return torch.stack([ids[-tokens:] for ids, _ in longest])
 
 
+def run_watched(
+    model: PreTrainedModel,
+    windows: Windows,
+    watching: Callable[[Tensor], AbstractContextManager[Any]],
+    advance: Callable[[int], Any],
+) -> None:
+    """Run the model over windows, without keeping activations. See `in_float32` for the dtype that it computes in.
+
+    `watching` makes the context of each forward from its mask, `[batch, tokens]`. After each batch, `advance` gets its
+    number of tokens.
+    """
+    with in_float32(model), evaluating(model), torch.no_grad():
+        for ids, mask in windows:
+            with watching(mask):
+                # Attention is faster without a mask, so one that hides nothing is left out.
+                kwargs: dict[str, Any] = {} if mask.all() else {"attention_mask": mask}
+                forward(model, ids, only_last=True, **kwargs)
+            advance(int(mask.sum()))
+
+
 def run_windows(
     model: PreTrainedModel,
     windows: Windows,
@@ -121,22 +142,18 @@ def run_windows(
     on_layer: Callable[[Observation, Tensor], Tensor | None],
     advance: Callable[[int], Any],
 ) -> None:
-    """Run the model over windows, without keeping activations. See `in_float32` for the dtype that it computes in.
+    """`run_watched`, with the attention of each of the `layers` passed to `on_layer`.
 
-    The attention of each of the `layers` is passed to `on_layer`, with `[batch, tokens]` bool on the layer's device,
-    True for real tokens. It may return what attention returns instead, as an observer. After each batch, `advance` gets
-    its number of tokens.
+    It also gets `[batch, tokens]` bool on the layer's device, True for real tokens. It may return what attention
+    returns instead, as an observer.
     """
-    with in_float32(model):
-        for ids, mask in windows:
 
-            def observe(observation: Observation, mask: Tensor = mask) -> Tensor | None:
-                if observation.layer_idx not in layers:
-                    return None
-                return on_layer(observation, mask.to(observation.key.device, torch.bool))
+    def watching(mask: Tensor) -> AbstractContextManager[Any]:
+        def observe(observation: Observation) -> Tensor | None:
+            if observation.layer_idx not in layers:
+                return None
+            return on_layer(observation, mask.to(observation.key.device, torch.bool))
 
-            with observed(model, observe):
-                # Attention is faster without a mask, so one that hides nothing is left out.
-                kwargs: dict[str, Any] = {} if mask.all() else {"attention_mask": mask}
-                forward(model, ids, only_last=True, **kwargs)
-            advance(int(mask.sum()))
+        return observed(model, observe)
+
+    run_watched(model, windows, watching, advance)

@@ -28,7 +28,6 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
-from ..cache.states import tensors_of
 from ..models.fingerprint import fingerprint
 from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
@@ -88,10 +87,9 @@ def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any
 
 def what_steps_use(cache: KVQuantCache) -> Hashable:
     """The buffers and the states of a cache, and whether its steps make a split plan."""
-    states = [state for layer in cache.layers for state in tensors_of(layer)]
     return (
         tuple(storage.addresses() for storage in cache.storages),
-        tuple((state.data_ptr(), state.shape, state.dtype) for state in states),
+        tuple((state.data_ptr(), state.shape, state.dtype) for state in cache.states),
         cache.notes.is_uneven,
     )
 

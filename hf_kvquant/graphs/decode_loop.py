@@ -27,7 +27,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention.masks import is_bounds
 from ..cache.cache import KVQuantCache
-from ..cache.states import tensors_of
 from ..state import notes_on
 from ..storage import rewind
 from ..upstream.releases import CACHE, with_cache
@@ -266,8 +265,7 @@ class _Loop:
         is_kept = returns_cache or getattr(self._cache, "_is_user_defined", False)
         # Steps are undone by a crop, which cannot restore tokens that have left a dense window, or a state.
         has_tails = any(storage.layout.has_tail for storage in self._cache.storages)
-        has_states = any(True for layer in self._cache.layers for _ in tensors_of(layer))
-        steps_ahead = 0 if is_kept and (has_tails or has_states) else STEPS_AHEAD
+        steps_ahead = 0 if is_kept and (has_tails or self._cache.states) else STEPS_AHEAD
         with self._model._optimize_model_for_decode():
             received, num_behind = self._run_steps(report, steps_ahead)
         self._undo(num_behind, is_kept=is_kept)

@@ -19,15 +19,14 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..cache.support import kept_formats
 from ..calibration.checks import check_decoder
 from ..common.errors import did_you_mean
 from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig, LayerFormats
-from ..models.latent import latent_sizes
 from ..models.probing import evaluating, in_float32
 from ..models.text_config import text_config_of
 from ..patching import check_patchable, patched
-from ..presets import latent_formats
 from ..spec.layout import KVLayout, Shape
 from ..transforms.of_model import key_transforms
 from .budget import cheapest
@@ -469,9 +468,8 @@ class _Check:
         )
 
     def _kept(self, index: int, formats: LayerFormats) -> LayerFormats:
-        """What formats mean in a layer: of latents and rope parts where it keeps these."""
-        sizes = latent_sizes(text_config_of(self.model).per_layer_config[index])
-        return formats if sizes is None else latent_formats(self.where, formats, sizes[0])
+        """`kept_formats` of a layer."""
+        return kept_formats(self.where, formats, text_config_of(self.model).per_layer_config[index])
 
     def _why_unusable(self, index: int, formats: LayerFormats) -> str:
         """Why a layer cannot have formats; empty if it can."""
