@@ -1294,7 +1294,7 @@ MUTATIONS = [
             "capture",
         ),
         (
-            "0 if is_kept and (has_tails or has_states)",
+            "0 if is_kept and (has_tails or self._cache.states)",
             "0 if is_kept and has_states",
             "steps behind the stop turn dense tokens into codes",
             "capture",
