@@ -1295,7 +1295,7 @@ MUTATIONS = [
         ),
         (
             "0 if is_kept and (has_tails or self._cache.states)",
-            "0 if is_kept and has_states",
+            "0 if is_kept and self._cache.states",
             "steps behind the stop turn dense tokens into codes",
             "capture",
         ),
