@@ -97,6 +97,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # The dense model beside it: as many bytes of weights in a step.
+    "qwen3-4b": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "tie_word_embeddings": True,
+        },
+    ),
     "tiny": (
         "llama",
         {
