@@ -42,8 +42,8 @@ def test_results_and_what_the_page_says(bench: ModuleType, tmp_path: Path) -> No
         rows = {row["system"]: row for row in case["rows"]}
         assert list(rows) == ["transformers", "none", "int8", "int4"]
         assert rows["transformers"]["speedup"] == 1
-        # 64 and 16 channels: of float32; of 8 bits with a scale each; of 4 bits with a scale and a zero, and of 8.
-        assert [row["bytes_per_token"] for row in rows.values()] == [None, 320, 84, 54]
+        # 64 and 16 channels: float32; 8 bits with a scale, and float32; 4 bits with a scale and a zero, and 8.
+        assert [row["bytes_per_token"] for row in rows.values()] == [None, 320, 130, 54]
         assert all(row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in rows.values())
     render = importlib.import_module("render_latent")
     for case in results["cases"]:

@@ -25,10 +25,10 @@ from hf_kvquant.spec.planes import Planes
 
 NONE, INT8, FP8 = KVFormat("none"), KVFormat("int8"), KVFormat("fp8")
 INT4, GROUPED = KVFormat("int4", symmetric=False), KVFormat("int4", "group", 32, symmetric=False)
-FORMATS = [(NONE, NONE), (INT8, INT8), (FP8, FP8), (INT4, INT8), (GROUPED, INT8)]
+FORMATS = [(NONE, NONE), (INT8, INT8), (INT8, NONE), (FP8, NONE), (INT4, INT8), (GROUPED, INT8)]
 INT4_OF_128 = KVFormat("int4", "group", 128, symmetric=False)
 # What the CUDA kernels serve, of 256 or 512 channels; all else runs the reference.
-ON_GPUS = [(INT8, INT8), (FP8, FP8), (INT4_OF_128, INT8)]
+ON_GPUS = [(INT8, NONE), (FP8, NONE), (INT4_OF_128, INT8)]
 ROTATED = KeyTransform(is_rotated=True)
 on_gpus = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -210,13 +210,17 @@ def test_what_gpu_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
         return kernels.serves_latent(gpu, KVLayout(latent, rope), rank, num_rope)
 
     assert all(serves(*formats, rank, num_rope) for formats in ON_GPUS for rank, num_rope in ((512, 64), (256, 32)))
-    others = [*itertools.product((INT8, FP8, INT4_OF_128), repeat=2), (lopsided, INT8), (INT8, lopsided)]
-    others += [(KVFormat("int4", "group", 128), INT8), (GROUPED, INT8), (INT4, INT8), (NONE, NONE)]
-    others += [(KVFormat("int8", "tensor"), INT8)]
+    others = [*itertools.product((INT8, FP8, INT4_OF_128, NONE), repeat=2), (lopsided, NONE), (INT4_OF_128, lopsided)]
+    others += [
+        (KVFormat("int4", "group", 128), INT8),
+        (GROUPED, INT8),
+        (INT4, INT8),
+        (KVFormat("int8", "tensor"), NONE),
+    ]
     assert not any(serves(*formats) for formats in others if formats not in ON_GPUS)
-    assert not any(serves(INT8, INT8, *sizes) for sizes in ((128, 64), (512, 72), (512, 24)))
+    assert not any(serves(INT8, NONE, *sizes) for sizes in ((128, 64), (512, 72), (512, 24)))
     monkeypatch.setattr(kernels, "_shared_memory", lambda index: 99 * 1024)
-    assert not serves(INT8, INT8)
+    assert not serves(INT8, NONE)
 
 
 @on_gpus

@@ -32,8 +32,8 @@ MAX_CUDA_HEAD_DIM = 256
 # What the CUDA kernels for latents serve (csrc/cuda/latent): channels; formats of latents and of rope parts, as storage
 # type, channels that share a scale, and whether they are symmetric; and the shared memory that they need.
 _LATENT_RANKS = (256, 512)
-_INT8, _FP8 = ("int8", None, True), ("fp8", None, True)
-_LATENT_FORMATS = ((_INT8, _INT8), (_FP8, _FP8), (("int4", 128, False), _INT8))
+_NONE, _INT8, _FP8 = ("none", None, True), ("int8", None, True), ("fp8", None, True)
+_LATENT_FORMATS = ((_INT8, _NONE), (_FP8, _NONE), (("int4", 128, False), _INT8))
 _LATENT_SHARED_BYTES = 113 * 1024
 # No CUDA kernel reads these: codes that are in two bytes take more instructions than their bytes save.
 CPU_STORAGES = frozenset({"int3"})

@@ -59,8 +59,13 @@ class Operands:
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
 
     def serves_latent(self, dtype: torch.dtype) -> bool:
-        """Whether `attend_latent` runs a kernel for queries of this dtype. GPU kernels take 16-bit queries."""
-        return self._serves_latent and (self._planes[0][0].device.type == "cpu" or dtype != torch.float32)
+        """Whether `attend_latent` runs a kernel for queries of this dtype.
+
+        GPU kernels take 16-bit queries, of the dtype of rope parts where these are dense.
+        """
+        if not self._serves_latent or self._planes[0][0].device.type == "cpu":
+            return self._serves_latent
+        return dtype != torch.float32 and (self.layout.value.is_quantized or self._planes[1][0].dtype == dtype)
 
     def append(
         self,

@@ -39,7 +39,7 @@ __device__ __forceinline__ float log2_approx(float x) {
 // Copies tiles to shared memory.
 template <class Shape>
 class LatentCopy {
-  static constexpr int kLatentChunks = Shape::kLatentBytes / 16, kRopeChunks = kRopeChannels / 16;
+  static constexpr int kLatentChunks = Shape::kLatentBytes / 16, kRopeChunks = Shape::kRopeBytes / 16;
   static constexpr int kTokensAtOnce = kLatentThreads / kLatentChunks, kPartsAtOnce = kLatentThreads / kRopeChunks;
   static_assert(Shape::kNumPlanes * kLatentTokens / 8 <= kLatentThreads);
 
@@ -51,12 +51,13 @@ class LatentCopy {
         b_(b),
         begin_(tokens.begin),
         end_(tokens.end),
+        bytes_of_rope_(params.value_side.head_dim * (Shape::kRopeBytes / kRopeChannels)),
         token_(tokens.first_tile() * kLatentTokens),
         to_(stages) {
     const int thread = threadIdx.x, chunk = thread % kRopeChunks * 16;
     latent_to_ = thread / kLatentChunks * Shape::kPitch + thread % kLatentChunks * 16;
     rope_to_ = thread / kRopeChunks * Shape::kPitch + Shape::kLatentBytes + chunk;
-    has_rope_ = chunk < params.value_side.head_dim;
+    has_rope_ = chunk < bytes_of_rope_;
     // Eight tokens of a plane in each thread.
     plane_to_ = Shape::kPlanesAt + thread * 16;
   }
@@ -68,9 +69,8 @@ class LatentCopy {
   __device__ __forceinline__ void start(int stage) {
     if (tiles_left_ == 0) locate();
     const uint32_t to = to_ + stage * Shape::kStageBytes;
-    const int of_rope = params_.value_side.head_dim;
     // Codes of e4m3 that nobody has written may be NaN, so all outside of the sequence become 0. Others cannot: their
-    // weights are 0.
+    // weights are 0. Nor can rope parts, whose scores are replaced.
     constexpr bool kClears = Shape::kLatent == Storage::fp8;
     const bool is_whole = !kClears || (token_ >= begin_ && token_ + kLatentTokens <= end_);
     const auto valid = [&](int token) {
@@ -83,12 +83,12 @@ class LatentCopy {
     }
 #pragma unroll
     for (int token = 0; token < kLatentTokens; token += kPartsAtOnce) {
-      copy_async<16>(to + rope_to_ + token * Shape::kPitch, rope_ + token * of_rope,
+      copy_async<16>(to + rope_to_ + token * Shape::kPitch, rope_ + token * bytes_of_rope_,
                      has_rope_ ? valid(token + static_cast<int>(threadIdx.x) / kRopeChunks) : 0);
     }
     if (threadIdx.x < Shape::kNumPlanes * kLatentTokens / 8) copy_async<16>(to + plane_to_, plane_);
     latent_ += kLatentTokens * Shape::kLatentBytes;
-    rope_ += kLatentTokens * of_rope;
+    rope_ += kLatentTokens * bytes_of_rope_;
     plane_ += kLatentTokens;
     token_ += kLatentTokens;
     --tiles_left_;
@@ -102,11 +102,11 @@ class LatentCopy {
     tiles_left_ = (laps_.num_rows - static_cast<int>(row)) / kLatentTokens;
     const int thread = threadIdx.x, chunk = has_rope_ ? thread % kRopeChunks * 16 : 0;
     latent_ = latent.codes + slot * latent.codes_stride_b + row * Shape::kLatentBytes + thread * 16;  // without gaps
-    rope_ = rope.codes + slot * rope.codes_stride_b + (row + thread / kRopeChunks) * rope.head_dim + chunk;
+    rope_ = rope.codes + slot * rope.codes_stride_b + (row + thread / kRopeChunks) * bytes_of_rope_ + chunk;
     const int plane = thread / (kLatentTokens / 8);
     if (plane < Shape::kGroups) {
       plane_ = latent.scale + slot * latent.scale_stride_b + plane * latent.scale_stride_g;
-    } else if (plane < Shape::kNumPlanes - 1) {
+    } else if (Shape::kHasZero && plane < 2 * Shape::kGroups) {
       plane_ = latent.zero + slot * latent.zero_stride_b + (plane - Shape::kGroups) * latent.zero_stride_g;
     } else {
       plane_ = rope.scale + slot * rope.scale_stride_b;
@@ -116,7 +116,7 @@ class LatentCopy {
 
   const DecodeParams& params_;
   const Laps& laps_;
-  int b_, begin_, end_;
+  int b_, begin_, end_, bytes_of_rope_;
   int token_, tiles_left_ = 0;  // of the next tile, and in its page
   uint32_t to_, latent_to_, rope_to_, plane_to_;
   bool has_rope_;
@@ -175,8 +175,17 @@ __device__ __forceinline__ int store_query(uint8_t* to, int row, int channel, co
   return sum;
 }
 
+// Writes four channels of a row's dense rope part, likewise.
+__device__ __forceinline__ void store_dense_query(uint8_t* to, int row, int channel, const uint32_t (&words)[2]) {
+  const int place = channel % 32 / 16 * 2 + channel % 16 / 8;
+  for_all<2>([&](int i) {
+    *reinterpret_cast<uint32_t*>(to + query_place(row, channel / 32, channel % 8 / 2 + i, place)) = words[i];
+  });
+}
+
 // Writes the query to shared memory: rotated, and as integers of 15 bits or as float16 numbers. A warp takes kAtOnce
-// rows at a time, which go through the rotation together. Products are multiplied by what `factors` gets.
+// rows at a time, which go through the rotation together. Products are multiplied by what `factors` gets, but for those
+// with dense rope parts.
 template <class Shape>
 __device__ __forceinline__ void prepare_query(const DecodeParams& params, const LatentPlan& plan, int b, int row_tile,
                                               uint8_t* shared, float* factors) {
@@ -212,7 +221,9 @@ __device__ __forceinline__ void prepare_query(const DecodeParams& params, const 
       const int row = first_row + r;
       float largest = 0.f;
       for_all<kChannels>([&](int k) { largest = max_or_nan(largest, fabsf(x[r][k])); });
-      for_all<kOfRope>([&](int k) { largest = max_or_nan(largest, fabsf(rope[r][k])); });
+      if constexpr (!Shape::kHasDenseRope) {
+        for_all<kOfRope>([&](int k) { largest = max_or_nan(largest, fabsf(rope[r][k])); });
+      }
 #pragma unroll
       for (int distance = 1; distance < kLanes; distance *= 2) {
         largest = max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, distance));
@@ -224,7 +235,13 @@ __device__ __forceinline__ void prepare_query(const DecodeParams& params, const 
       uint8_t* const to = shared + Shape::kQueryAt + row * Shape::kQueryPitch;
       int sum = store_query<Shape::kLatent>(to, row, lane * kChannels, x[r], inverse), of_rope = 0;
       if (lane < kRopeLanes) {
-        of_rope = store_query<Shape::kRope>(to + 2 * Shape::kRank, row, kOfRope * lane, rope[r], inverse);
+        if constexpr (Shape::kHasDenseRope) {
+          const bool is_read = has_rope && row_tile * Shape::kRows + row < plan.rows.num_rows;
+          store_dense_query(to + 2 * Shape::kRank, row, kOfRope * lane,
+                            {is_read ? words_of_rope[r][0] : 0, is_read ? words_of_rope[r][1] : 0});
+        } else {
+          of_rope = store_query<Shape::kRope>(to + 2 * Shape::kRank, row, kOfRope * lane, rope[r], inverse);
+        }
       }
       constexpr int kLanesOfGroup = kLanes / Shape::kGroups;
 #pragma unroll
@@ -301,6 +318,30 @@ __device__ __forceinline__ void multiply_keys(uint32_t keys, uint32_t query,
   }
 }
 
+// The same of dense rope parts of 16 keys, which are numbers of the query's dtype.
+template <class Shape>
+__device__ __forceinline__ void multiply_dense_keys(uint32_t keys, uint32_t query, bool is_half,
+                                                    float (&products)[Shape::kColumnTiles][4]) {
+  for_all<Shape::kColumnTiles, 4>([&](int n, int i) { products[n][i] = 0.f; });
+  for_all<kRopeChannels / 32>([&](int block) {
+    uint32_t q[Shape::kColumnTiles][4];
+    for_all<Shape::kColumnTiles>([&](int n) {
+      load_shared((query ^ (block % 2 << 6)) + block / 2 * 128 + n * 8 * Shape::kQueryPitch, q[n]);
+    });
+    for_all<2>([&](int i) {
+      uint32_t a[4];
+      load_matrices<false>(keys + 64 * block + 32 * i, a);
+      for_all<Shape::kColumnTiles>([&](int n) {
+        if (is_half) {
+          multiply_halves(products[n], a[0], a[1], a[2], a[3], q[n][2 * i], q[n][2 * i + 1]);
+        } else {
+          multiply_bfloats(products[n], a[0], a[1], a[2], a[3], q[n][2 * i], q[n][2 * i + 1]);
+        }
+      });
+    });
+  });
+}
+
 template <class Shape>
 __global__ void __launch_bounds__(kLatentThreads, 2)
     attend_latent(const __grid_constant__ DecodeParams params, const __grid_constant__ LatentPlan plan,
@@ -340,7 +381,7 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
     const int row = 8 * n + 2 * t + e;
     factor[2 * n + e] = maxima[row];
     if (!Shape::kHasZero) latent_start[2 * n + e] = query_sums[row];
-    rope_start[2 * n + e] = query_sums[kGroups * kRows + row];
+    if (!Shape::kHasDenseRope) rope_start[2 * n + e] = query_sums[kGroups * kRows + row];
   });
 
   // --- where this lane finds its operands
@@ -392,7 +433,15 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
         }
       });
     });
-    {
+    if constexpr (Shape::kHasDenseRope) {
+      float products[kColumnTiles][4];
+      multiply_dense_keys<Shape>(codes + key_at + Shape::kLatentBytes, query_at + 2 * Shape::kRank,
+                                 params.query.dtype == Dtype::fp16, products);
+      const float scale = params.softmax_scale * kLog2E;
+      for_all<kColumnTiles, 4>([&](int n, int i) {
+        score[n][i] = fmaf(products[n][i], scale, score[n][i] * factor[2 * n + i % 2]);
+      });
+    } else {
       float products[kColumnTiles][4];
       multiply_keys<Shape, Shape::kRope, kRopeChannels>(codes + key_at + Shape::kLatentBytes,
                                                         query_at + 2 * Shape::kRank, rope_start, products);

@@ -111,15 +111,20 @@ struct DenseNumbers {
 
 // The dense tokens that a query sees: the first ones, then the newest, and where their rows are.
 struct DenseTokens {
+  int start, newest;              // positions of the first token, and of the first of the newest
   int num_sinks, num, first_row;  // of the newest
 
   __device__ __forceinline__ DenseTokens(const DecodeParams& params, const LatentTokens& tokens, int token) {
     const Side& side = params.key_side;
     const int end = min(tokens.length, tokens.first_query + token + 1);
+    start = tokens.start;
     num_sinks = side.tail == nullptr ? 0 : max(min(params.sink_length, end - tokens.start), 0);
-    const int newest = side.tail == nullptr ? end : max(tokens.end, tokens.start + num_sinks);
+    newest = side.tail == nullptr ? end : max(tokens.end, tokens.start + num_sinks);
     num = num_sinks + max(end - newest, 0);
     first_row = side.tail == nullptr || side.ring == 0 ? 0 : newest % side.ring;
+  }
+  __device__ __forceinline__ int position(int index) const {
+    return index < num_sinks ? start + index : newest + index - num_sinks;
   }
   // The row of token `index` in a tail, as tail_row: the newest ones are fewer than the ring has rows.
   __device__ __forceinline__ int row(int index, const Side& side, int sink_length) const {
@@ -128,29 +133,38 @@ struct DenseTokens {
   }
 };
 
-// Attends to every dense token from number `helper` on, num_helpers apart.
-template <int kRank, bool kIsWide>
-__device__ __forceinline__ void attend_dense(const DecodeParams& params, const DenseTokens& tokens,
-                                             const LatentQuery<kRank>& query, int64_t slot, int helper, int num_helpers,
-                                             int lane, LatentSum<kRank>& dense) {
+// Attends to every dense token from number `helper` on, num_helpers apart. Rope parts that are always dense are where
+// codes would be, in 16 bits.
+template <int kRank, bool kIsWide, bool kHasDenseRope>
+__device__ __forceinline__ void attend_dense(const DecodeParams& params, const LatentPlan& plan, int b,
+                                             const DenseTokens& tokens, const LatentQuery<kRank>& query, int helper,
+                                             int num_helpers, int lane, LatentSum<kRank>& dense) {
   constexpr int kQuads = kRank / 4 / kLanes, kAtOnce = kIsWide ? 2 : 4;
   const Side &latent = params.key_side, &rope = params.value_side;
-  const int64_t of_latent = slot * latent.tail_stride_b + 4 * lane;
-  const int64_t of_rope = slot * rope.tail_stride_b + (query.has_rope ? 2 * lane : 0);
+  const int64_t slot = plan.laps.tail_slot(b), of_latent = slot * latent.tail_stride_b + 4 * lane;
+  const int channel = query.has_rope ? 2 * lane : 0;
+  const Dtype rope_dtype = kHasDenseRope ? rope.dense_dtype : rope.tail_dtype;
 #pragma unroll 1
   for (int i = helper; i < tokens.num; i += kAtOnce * num_helpers) {
     DenseNumbers<kIsWide, 4> value[kAtOnce][kQuads];
-    DenseNumbers<kIsWide, 2> part[kAtOnce];
+    DenseNumbers<kIsWide && !kHasDenseRope, 2> part[kAtOnce];
     for_all<kAtOnce>([&](int k) {
-      const int row = tokens.row(min(i + k * num_helpers, tokens.num - 1), latent, params.sink_length);
+      const int index = min(i + k * num_helpers, tokens.num - 1);
+      const int row = tokens.row(index, latent, params.sink_length);
       for_all<kQuads>([&](int q) { value[k][q].load(latent.tail, of_latent + row * latent.tail_stride_t + 128 * q); });
-      part[k].load(rope.tail, of_rope + row * rope.tail_stride_t);
+      if constexpr (kHasDenseRope) {
+        const int position = tokens.position(index);
+        part[k].load(rope.codes + plan.laps.slot(b, position) * rope.codes_stride_b,
+                     int64_t{plan.laps.row(position)} * rope.head_dim + channel);
+      } else {
+        part[k].load(rope.tail, slot * rope.tail_stride_b + row * rope.tail_stride_t + channel);
+      }
     });
     float score[kAtOnce];
     for_all<kAtOnce>([&](int k) {
       score[k] = 0.f;
       if (query.has_rope) {
-        for_all<2>([&](int e) { score[k] = fmaf(query.of_rope[e], part[k].get(e, rope.tail_dtype), score[k]); });
+        for_all<2>([&](int e) { score[k] = fmaf(query.of_rope[e], part[k].get(e, rope_dtype), score[k]); });
       }
       for_all<kQuads, 4>(
           [&](int q, int e) { score[k] = fmaf(query.x[q][e], value[k][q].get(e, latent.tail_dtype), score[k]); });
@@ -195,12 +209,15 @@ __global__ void __launch_bounds__(kLatentCombineThreads, 2)
     if (helper < found.num) {
       const int64_t at = b * params.query.stride_b + head * params.query.stride_h + token * params.query.stride_t;
       const LatentQuery<kRank> query(params, at, lane);
-      const int64_t slot = plan.laps.tail_slot(static_cast<int>(b));
-      if (params.key_side.tail_dtype == Dtype::fp32) {
-        attend_dense<kRank, true>(params, found, query, slot, helper, num_helpers, lane, dense);
-      } else {
-        attend_dense<kRank, false>(params, found, query, slot, helper, num_helpers, lane, dense);
-      }
+      const auto attend = [&](auto is_wide, auto has_dense_rope) {
+        attend_dense<kRank, is_wide, has_dense_rope>(params, plan, static_cast<int>(b), found, query, helper, num_helpers,
+                                                     lane, dense);
+      };
+      const auto with_rope = [&](auto is_wide) {
+        const bool has_dense_rope = params.value_side.storage == Storage::none;
+        has_dense_rope ? attend(is_wide, std::true_type{}) : attend(is_wide, std::false_type{});
+      };
+      params.key_side.tail_dtype == Dtype::fp32 ? with_rope(std::true_type{}) : with_rope(std::false_type{});
     }
   }
   wait_for_launch_before();

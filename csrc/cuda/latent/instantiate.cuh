@@ -6,17 +6,21 @@
 
 namespace hf_kvquant::cuda {
 
+// Rope parts are dense next to latents of 8 bits, and int8 next to narrower ones.
 template <Storage kLatent, int kRank, int kColumnTiles>
 LatentKernel latent_kernel_of() {
-  using Shape = LatentShape<kLatent, kLatent == Storage::fp8 ? Storage::fp8 : Storage::int8, kRank, kColumnTiles>;
+  using Shape = LatentShape<kLatent, bits_of(kLatent) == 8 ? Storage::none : Storage::int8, kRank, kColumnTiles>;
   return {attend_latent<Shape>, combine_latent<kRank>, Shape::kRows, Shape::kSharedBytes};
 }
 
 template <Storage kLatent, int kRank>
 LatentKernel latent_kernel_for_rows(int num_rows) {
-  if (num_rows <= 16) return latent_kernel_of<kLatent, kRank, 2>();
-  if (num_rows <= 24) return latent_kernel_of<kLatent, kRank, 3>();
-  return latent_kernel_of<kLatent, kRank, 4>();
+  // Two thread blocks of 32 rows do not fit a multiprocessor with two stages of 512 + 2 · 64 bytes a token.
+  constexpr int kMostColumnTiles = bits_of(kLatent) == 8 && kRank == 512 ? 3 : 4, kMostRows = 8 * kMostColumnTiles;
+  const int num_tiles = (num_rows + kMostRows - 1) / kMostRows, num_rows_of_tile = (num_rows + num_tiles - 1) / num_tiles;
+  if (num_rows_of_tile <= 16) return latent_kernel_of<kLatent, kRank, 2>();
+  if (num_rows_of_tile <= 24) return latent_kernel_of<kLatent, kRank, 3>();
+  return latent_kernel_of<kLatent, kRank, kMostColumnTiles>();
 }
 
 template <Storage kLatent>

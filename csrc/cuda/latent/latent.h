@@ -9,7 +9,6 @@ constexpr int kLatentGroup = 128;     // channels that share a scale at 4 bits
 constexpr int kLatentTileTokens = 64;
 constexpr int kLatentThreads = 128;   // of a thread block that attends: a warp for 16 tokens of a tile
 constexpr int kLatentCombineThreads = 256;
-constexpr int kMostLatentRows = 32;   // query rows that a thread block serves
 constexpr int kRopeChannels = 64;     // of a rope part; fewer are followed by zeros
 
 struct LatentPlan;
@@ -22,8 +21,8 @@ struct LatentKernel {
   int shared_bytes;
 };
 
-// The kernel for latents of `rank` channels and the fewest rows that hold `num_rows`; `attend` is nullptr if there is
-// none.
+// The kernel for latents of `rank` channels and `num_rows` query rows of a sequence, in as few tiles as possible, and
+// these as small as possible; `attend` is nullptr if there is none.
 template <Storage kLatent>
 LatentKernel latent_kernel_for(int rank, int num_rows);
 

@@ -24,21 +24,27 @@ bool has_rows(const Side& side, int num_groups) {
          (side.zero == nullptr || side.zero_stride_t == 1) && !side.has_channel_scales && bytes % 16 == 0;
 }
 
+// Whether a side has dense rows of the query's dtype, likewise.
+bool has_dense_rows(const Side& side, Dtype query_dtype) {
+  const int64_t bytes = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_t;
+  return side.dense_dtype == query_dtype && side.codes_stride_t == row_bytes_of(side) && bytes % 16 == 0;
+}
+
 LatentKernel choose_kernel(const DecodeParams& params, int num_rows) {
   const Side &latent = params.key_side, &rope = params.value_side;
   const bool is_narrow = latent.storage == Storage::int4;
   const bool fits = params.num_kv_heads == 1 && !params.is_ring && params.query.dtype != Dtype::fp32 &&
-                    rope.head_dim <= kRopeChannels && rope.head_dim % 16 == 0 && rope.is_symmetric &&
-                    latent.is_symmetric == !is_narrow && (latent.tail == nullptr) == (rope.tail == nullptr) &&
-                    latent.ring == rope.ring &&
-                    has_rows(latent, is_narrow ? latent.head_dim / kLatentGroup : 1) && has_rows(rope, 1);
+                    rope.head_dim <= kRopeChannels && rope.head_dim % 16 == 0 && latent.is_symmetric == !is_narrow &&
+                    has_rows(latent, is_narrow ? latent.head_dim / kLatentGroup : 1);
   if (!fits) return {};
-  if (latent.storage == Storage::fp8 && rope.storage == Storage::fp8) {
-    return latent_kernel_for<Storage::fp8>(latent.head_dim, num_rows);
+  if (is_narrow) {
+    const bool has_rope = rope.storage == Storage::int8 && rope.is_symmetric && has_rows(rope, 1) &&
+                          (latent.tail == nullptr) == (rope.tail == nullptr) && latent.ring == rope.ring;
+    return has_rope ? latent_kernel_for<Storage::int4>(latent.head_dim, num_rows) : LatentKernel{};
   }
-  if (rope.storage != Storage::int8) return {};
+  if (rope.storage != Storage::none || !has_dense_rows(rope, params.query.dtype)) return {};
   if (latent.storage == Storage::int8) return latent_kernel_for<Storage::int8>(latent.head_dim, num_rows);
-  return is_narrow ? latent_kernel_for<Storage::int4>(latent.head_dim, num_rows) : LatentKernel{};
+  return latent.storage == Storage::fp8 ? latent_kernel_for<Storage::fp8>(latent.head_dim, num_rows) : LatentKernel{};
 }
 
 Divisor divisor(int64_t value) {
@@ -63,14 +69,13 @@ int64_t choose_splits(int64_t units, int64_t tiles, int64_t slots) {
 LatentPlan plan_latent(const DecodeParams& params) {
   LatentPlan plan{};
   const int64_t num_rows = int64_t{params.num_q_heads} * params.q_len;
-  const int64_t num_row_tiles = (num_rows + kMostLatentRows - 1) / kMostLatentRows;
-  const LatentKernel& kernel = plan.kernel =
-      choose_kernel(params, static_cast<int>((num_rows + num_row_tiles - 1) / num_row_tiles));
+  const LatentKernel& kernel = plan.kernel = choose_kernel(params, static_cast<int>(num_rows));
   if (kernel.attend == nullptr) {
     throw std::invalid_argument(
         "attend_latent: the cache must be int8, fp8 or int4 latents of 256 or 512 channels with a 16-bit query for the "
         "CUDA kernels, got others. Ask Operands.serves_latent first.");
   }
+  const int64_t num_row_tiles = (num_rows + kernel.rows_per_tile - 1) / kernel.rows_per_tile;
   const void* const attend = reinterpret_cast<const void*>(kernel.attend);
   const Device device = current_device();
   const int ctas = remember(std::make_tuple(attend, device.number), [&] {

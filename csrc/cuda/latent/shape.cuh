@@ -16,8 +16,9 @@ static_assert(kLatentTokens == 16 * kLatentWarps);
 // conflict.
 //
 // The query is multiplied in blocks of 32 channels. Integer codes are bytes and so is the query, in two parts: 128 ·
-// high + low. For e4m3 both are float16 numbers. Either way a block of a query row has 64 bytes, 16 for each of the
-// four lanes that share a row of the product; even and odd rows lie in different halves of 128 bytes (query_place).
+// high + low. For e4m3 both are float16 numbers. Dense rope parts and their queries stay as they are, of the query's
+// dtype. Either way a block of a query row has 64 bytes, 16 for each of the four lanes that share a row of the product;
+// even and odd rows lie in different halves of 128 bytes (query_place).
 template <Storage kLatent_, Storage kRope_, int kRank_, int kColumnTiles_>
 struct LatentShape {
   static constexpr Storage kLatent = kLatent_, kRope = kRope_;
@@ -25,12 +26,15 @@ struct LatentShape {
   static constexpr int kRows = 8 * kColumnTiles;
   static constexpr bool kHasZero = bits_of(kLatent) < 8;
   static constexpr int kGroups = kHasZero ? kRank / kLatentGroup : 1;
-  static_assert(bits_of(kRope) == 8);
+  static constexpr bool kHasDenseRope = kRope == Storage::none;
+  static_assert(kRope == Storage::int8 || kHasDenseRope);
 
   static constexpr int kLatentBytes = kRank * bits_of(kLatent) / 8;  // of a row
-  static constexpr int kPitch = kLatentBytes + kRopeChannels + 16;
+  static constexpr int kRopeBytes = kRopeChannels * (kHasDenseRope ? 2 : 1);
+  static constexpr int kPitch = kLatentBytes + kRopeBytes + 16;
   static_assert(kPitch % 32 == 16);
-  static constexpr int kNumPlanes = kGroups * (kHasZero ? 2 : 1) + 1;  // scales, zeros, scales of rope parts
+  // Scales, zeros, scales of rope parts.
+  static constexpr int kNumPlanes = kGroups * (kHasZero ? 2 : 1) + (kHasDenseRope ? 0 : 1);
   static constexpr int kPlanesAt = kLatentTokens * kPitch;
   static constexpr int kStageBytes = kPlanesAt + kNumPlanes * kLatentTokens * 2;
 
