@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 from ..attention import latent
+from ..attention.backends import without_cudnn
 from ..attention.masks import dense_mask
 from ..attention.registry import (
     call_previous,
@@ -239,7 +240,11 @@ def paged_attention(
 
 
 def _attend_raw(prev: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-    """Causal attention of whole prompts to themselves, `[requests, q_len, num_q_heads, head_dim]`, by `prev`."""
+    """Causal attention of whole prompts to themselves, `[requests, q_len, num_q_heads, head_dim]`, by `prev`.
+
+    Hardly two steps have as many prompts of the same lengths.
+    """
     mask = dense_mask(prev, query, query.shape[2], 0, None, window=kwargs.get("sliding_window") or 0)
-    out, _ = call_previous(prev, module, query, key, value, mask, **kwargs)
+    with without_cudnn():
+        out, _ = call_previous(prev, module, query, key, value, mask, **kwargs)
     return out
