@@ -638,9 +638,22 @@ def test_families_on_a_gpu(name: str, dtype: torch.dtype, caplog: pytest.LogCapt
     assert len(warned) == (0 if is_captured else 1) and (is_captured or name in {*MIXTURES, *models.WITH_LATENTS})
     if dtype == torch.float32:
         assert found == expected
-    else:  # two roundings of one model
-        same = sum(a == b for ours, own in zip(found, expected, strict=True) for a, b in zip(ours, own, strict=True))
-        assert same > 0.8 * 10 * len(PROMPTS)
+    else:
+        for prompt, ours, own in zip(PROMPTS, found, expected, strict=True):
+            assert_is_near_tie(model, prompt, ours, own)
+
+
+def assert_is_near_tie(model: Any, prompt: list[int], ours: list[int], own: list[int]) -> None:
+    """Two roundings of one model choose the same tokens, up to a first one that had a rival as good.
+
+    Logits of bfloat16 differ by some units of 2^-8, and by what codes cost.
+    """
+    differ = [index for index, (a, b) in enumerate(zip(ours, own, strict=True)) if a != b]
+    if differ:
+        ids = torch.tensor([[*prompt, *own[: differ[0]]]], device=model.device)
+        logits = model(ids).logits[0, -1].float()
+        gap = float((logits[own[differ[0]]] - logits[ours[differ[0]]]).abs())
+        assert gap <= 2**-5 * float(logits.abs().max()), f"token {differ[0]} of {prompt}"
 
 
 def test_a_step_that_cannot_be_captured_runs_as_it_is(
