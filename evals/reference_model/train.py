@@ -603,7 +603,9 @@ def main() -> None:
     train.add_argument("--head-dim", type=int, default=128)
     train.add_argument("--latent-rank", type=int, help="channels of a latent: a model with latents (MLA), not Llama's")
     train.add_argument(
-        "--state-heads", type=int, help="heads of values in a state: a model with states (gated delta rule), not Llama's"
+        "--state-heads",
+        type=int,
+        help="heads of values in a state: a model with states (gated delta rule), not Llama's",
     )
     train.add_argument("--rope-dim", type=int, default=32, help="channels of a head with rotary positions, of latents")
     train.add_argument("--rope-theta", type=float, default=10_000.0, help="base of the rotary positions")
