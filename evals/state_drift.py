@@ -48,6 +48,7 @@ from state_formats import FORMATS, StateFormat
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
+from hf_kvquant.attention.backends import without_cudnn
 from hf_kvquant.cli.loading import load
 from hf_kvquant.common.naming import model_name, sha256
 from hf_kvquant.upstream.releases import CACHE
@@ -334,6 +335,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 
 
 @torch.inference_mode()
+@without_cudnn()  # one kernel of attention for all, and none that plans while a step is captured
 def main(words: list[str] | None = None) -> None:
     """Measure all texts. Print the tables, and the results as one line of JSON."""
     arguments, started, console = parse(words), time.perf_counter(), Console(width=160)

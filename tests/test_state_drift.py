@@ -148,6 +148,32 @@ def test_results(drift: ModuleType, folder: Path) -> None:
     assert plain["float32"]["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-4)
 
 
+def test_what_the_page_says(drift: ModuleType, folder: Path) -> None:
+    """With one results file, and with that of heads that forget slower."""
+    files = {}
+    for name, more in (("state_drift", ()), ("state_drift_slower", ("--slower", "4", "--texts", "text"))):
+        chosen = ("--formats", "bf16", "int8-key", "--output", str(folder / f"{name}.json"), *more)
+        drift.main(words(folder, *chosen))
+        files[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    lives = [files[name]["texts"][0]["half_lives"][0][0] for name in files]
+    assert lives[1] == pytest.approx(4 * lives[0], rel=0.01)
+    part = next(part for part in importlib.import_module("render_states").PARTS if part.name == "states-drift")
+    for name, cost in (("bf16", 1.9e-4), ("int8-key", 2.6e-3)):
+        row = next(row for row in files["state_drift"]["texts"][0]["rows"] if row["method"] == name)
+        row |= {"kld": [cost / 4] * 4 + [cost], "mean_agreement": 0.98765, "perplexity_change": 0.00123}
+        row["slow_error"][-1] = 0.0321
+    header, _, baseline, half, byte, noise, _, caption = part.text(files).splitlines()
+    assert header.split("|")[1:6] == [" states stored as ", " KB ", " at 0 to 6 ", " at 12 to 24 ", " at 48 to 96 "]
+    assert header.endswith("| greedy | sampled | 4 times slower |")
+    assert baseline.startswith("| float32 | 3 | 0 | 0 | 0 | 100.00% | +0.000% | 0.00% | 0 | 0 |")
+    assert half.startswith("| bf16 | 2 | 4.8·10⁻⁵ | 4.8·10⁻⁵ | 1.9·10⁻⁴ | 98.77% | +0.123% | 3.21% |")
+    assert byte.startswith("| int8 | 1 |") and noise.startswith("| float32, the model in bf16 | - |")
+    assert "0.3 million parameters" in caption and "3 of 4 layers have a gated delta rule with 2 heads" in caption
+    assert "reads 192 tokens" in caption and "`evals/results/state_drift_slower.json`" in caption
+    alone = part.text({"state_drift": files["state_drift"]})
+    assert alone.splitlines()[0].endswith("| greedy | sampled |")
+
+
 def test_rows_that_should_be_equal(drift: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference ends the run before anything is written."""
     forward = drift.Lane.forward
