@@ -425,7 +425,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(kSwizzleBytes) unsigned char memory[];
   auto& tables = *reinterpret_cast<ChunkTables<Shape>*>(memory + Shape::kTablesAt);
   Segment segment = segment_of_cta(plan);
-  segment.b += plan.first_b, segment.h += plan.first_h;
+  if constexpr (Shape::kIsStreamed) segment.b += plan.first_b, segment.h += plan.first_h;
   if (threadIdx.x == 0) {
     for_all<2, Shape::kMostStages>([&](int side, int stage) {
       tables.filled[side][stage].init(Shape::kIsStreamed ? 1 : kWarpgroup);
@@ -443,17 +443,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
   const int stride = plan.num_splits.value, first_step = segment.first_step, last_step = segment.last_step;
   const int thread = threadIdx.x % kWarpgroup, role = threadIdx.x / kWarpgroup - kConsumers;
-  if (role >= 0) {
+  if (role == 0) {
     set_registers<Shape::kFillerRegisters, false>();
     if constexpr (Shape::kIsStreamed) {
       if (thread > 0) return;
       show_to_copies();
       copy_tiles<Shape>(params, plan, bounds, workspace, memory, tables, first_step, last_step, stride);
-    } else if (role == 0) {
+    } else {
       fill_tiles<Shape, true>(
           {params, plan, segment, span, bounds, memory + Shape::kKeysAt, tables, workspace, thread},
           {first_step, last_step, stride});
-    } else {
+    }
+  } else if (!Shape::kIsStreamed && role == 1) {
+    set_registers<Shape::kFillerRegisters, false>();
+    if constexpr (!Shape::kIsStreamed) {
       fill_tiles<Shape, false>(
           {params, plan, segment, span, bounds, memory + Shape::kValuesAt, tables, workspace, thread},
           {first_step, last_step, stride});
