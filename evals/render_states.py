@@ -1,8 +1,12 @@
-"""The table of decode steps of a model with states, from what `bench_generate.py` measures."""
+"""The tables of models with states: decode steps, from what `bench_generate.py` measures, and what states cost in fewer
+bits (`state_drift.py`).
+"""
 
 from __future__ import annotations
 
-from parts import Part, Table, Text
+from typing import Any
+
+from parts import Part, Results, Row, Table, Text, at
 from render_latent import newest_of, paths_of
 
 # Results files, and what computes the layers with a state in them.
@@ -26,4 +30,98 @@ caption = Text(
     newest=newest_of,
     paths=paths_of,
 )
-PARTS = (Part("states-generate", (), (step_table, caption), optional=(*FILES,)),)
+# Results files of `state_drift.py`: as trained, and with heads that remember longer.
+DRIFT, SLOWER = "state_drift", "state_drift_slower"
+SHOWN = {
+    "float32": "float32",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "bf16-stochastic": "bf16, rounded stochastically",
+    "bf16-every-64": "bf16, every 64th token",
+    "int8-key": "int8",
+    "int8-value": "int8, scales of value channels",
+    "int8-key-stochastic": "int8, rounded stochastically",
+    "int8-key-every-64": "int8, every 64th token",
+    "fp8-key": "fp8",
+    "fp8-head": "fp8, a scale for a head",
+    "int4-key": "int4",
+    "int4-key-every-64": "int4, every 64th token",
+    "conv-bf16": "float32, convolutions bf16",
+    "model-in-bf16": "float32, the model in bf16",
+}
+
+
+def drift_rows(files: Results) -> list[Row]:
+    """What each format costs on all texts, as trained and with heads that remember longer."""
+    texts = {each["kind"]: each["rows"] for each in files[DRIFT]["texts"]}
+    if SLOWER in files:
+        texts["slower"] = files[SLOWER]["texts"][0]["rows"]
+    return [
+        {**{kind: at(name, rows) for kind, rows in texts.items() if at(name, rows)}, "shown": shown}
+        for name, shown in SHOWN.items()
+        if at(name, texts["text"])
+    ]
+
+
+def ends_of(files: Results) -> dict[str, str]:
+    """Where the first, the middle and the last bucket of positions lie."""
+    spans = files[DRIFT]["texts"][0]["spans"]
+    return {name: f"{spans[i][0]:,} to {spans[i][1]:,}" for name, i in (("first", 0), ("middle", 2), ("last", 4))}
+
+
+def drift_columns(files: Results) -> dict[str, str]:
+    """Of the table of drift: divergence by position, then over all positions of other texts."""
+    ends = ends_of(files)
+    return {
+        "states stored as": "{shown}",
+        "KB": "{text.bytes:kilo,.0f}",
+        f"at {ends['first']}": "{text.kld.0:scientific}",
+        f"at {ends['middle']}": "{text.kld.2:scientific}",
+        f"at {ends['last']}": "{text.kld.4:scientific}",
+        "same next token": "{text.mean_agreement:.2%}",
+        "perplexity": "{text.perplexity_change:+.3%}",
+        "error of states": "{text.slow_error.4:.2%}",
+        "greedy": "{greedy.mean_kld:scientific}",
+        "sampled": "{sampled.mean_kld:scientific}",
+        **({f"{files[SLOWER]['slower']:g} times slower": "{slower.kld.4:scientific}"} if SLOWER in files else {}),
+    }
+
+
+def found_of(files: Results) -> dict[str, Any]:
+    """What the caption says of the model and of its heads."""
+    results = files[DRIFT]
+    text = results["texts"][0]
+    halves = [*text["slow_half_lives"], *text["fast_half_lives"]]
+    return {
+        "millions": results["parameters"] / 1e6,
+        "states": results["layers"].count("linear_attention"),
+        "layers": len(results["layers"]),
+        "heads": results["state"][0],
+        "sizes": f"{results['state'][1]} x {results['state'][2]}",
+        "fewest": min(halves),
+        "most": max(halves),
+        "least_slow": min(text["slow_half_lives"]),
+        "tokens": results["sequences"] * results["length"],
+        "last": ends_of(files)["last"],
+    }
+
+
+drift_table = Table(drift_rows, drift_columns)
+drift_caption = Text(
+    "KL divergence of the next token from that with states in float32, nats a token, by position in the text; then in "
+    "text that the model writes itself, *greedy* or *sampled*. States are rounded after every token. Scales are "
+    "float16, one for a key channel and head if nothing else is said. *Error of states*: relative, at {of.last}, in "
+    "the quarter of the heads that remembers longest (half is left after {of.least_slow:.0f} to {of.most:.0f} tokens; "
+    "in all heads, after {of.fewest:.1f} or more).",
+    "A twin of the reference model with {of.millions:.1f} million parameters (`evals/reference_model/README.md`): "
+    "{of.states} of {of.layers} layers have a gated delta rule with {of.heads} heads of {of.sizes}. It computes in "
+    "float32 and reads {of.tokens:,} tokens of WikiText-2, one by one. {newest.gpu|newest.cpu}, torch {newest.torch}, "
+    "transformers {newest.transformers}, {newest.date:day} ({paths}).",
+    of=found_of,
+    newest=newest_of,
+    paths=paths_of,
+)
+PARTS = (
+    Part("states-generate", (), (step_table, caption), optional=(*FILES,)),
+    Part("states-drift", (DRIFT,), (drift_table, drift_caption), optional=(SLOWER,)),
+)

@@ -37,7 +37,10 @@ struct AttendKernel {
   int combine_threads, combine_ctas;
   // Of a chunk kernel: fills the tiles that have tokens without codes, one by each thread block.
   void (*fill_dense)(DecodeParams, NewTokens, DecodePlan, float* workspace);
-  int fill_dense_threads, dense_tile_bytes;
+  int fill_dense_threads, filled_tile_bytes;  // of a tile in the workspace, with its notes
+  // Of a chunk kernel that reads its tiles from the scratch: fills the other tiles; nullptr: the kernel does that.
+  void (*fill_scratch)(DecodeParams, NewTokens, DecodePlan, float* workspace);
+  int fill_scratch_threads, fill_scratch_bytes;  // the latter of shared memory
 };
 
 // Warps of a thread block of the attention kernel: the plan chooses 4 or 8.
@@ -52,7 +55,8 @@ template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Sc
 AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged);
 
 // The kernel for many query rows, which serves all formats with codes. `changes_scores`: by softcap or ALiBi.
-AttendKernel chunk_kernel_for(int head_dim, bool changes_scores);
+// `is_streamed`: tiles come from the scratch, see chunk/scratch.cuh; rows without codes are served too.
+AttendKernel chunk_kernel_for(int head_dim, bool changes_scores, bool is_streamed);
 
 // Divides by a number that is known only at run time. A division costs some thirty instructions, so the host computes a
 // reciprocal.
@@ -153,10 +157,15 @@ struct DecodePlan {
   PlaneOfScales scales[4];  // in the order in which the kernel copies them; it may have fewer
   uint32_t query_stride_b, query_stride_h, query_stride_t;  // in elements
   int64_t num_counters;                                     // counters that must be zero; 0 when nothing is combined
-  // Of a chunk kernel: tiles of keys and of values that are filled beforehand, and their part of the workspace, which
-  // comes first.
+  // Of a chunk kernel: tiles of keys and of values with tokens that are no codes, and the part of the workspace for
+  // tiles that are filled beforehand, which comes first.
   DensePlan dense[2];
-  int64_t dense_floats;
+  int64_t tile_floats;
+  // With a scratch: its tiles of a side, sequence and head; sequences and heads of a slice; and the first of the slice
+  // that is launched. Else there is one slice.
+  int scratch_tiles;
+  int slice_batch, slice_heads;
+  int first_b, first_h;
   int64_t workspace_floats;  // also of partial results; 0 when there are none of both
 };
 

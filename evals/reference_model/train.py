@@ -12,7 +12,8 @@ positions. Commands, in this order, on one folder `--out`:
     evaluate    validation loss, WikiText-2 perplexity in two conventions, greedy continuations; printed only
 
 The layers are those of transformers' `LlamaForCausalLM`, so `from_pretrained` loads exactly what was trained; with
-`--latent-rank`, those of `DeepseekV3ForCausalLM`, which keep latents instead of keys and values (MLA). README.md in
+`--latent-rank`, those of `DeepseekV3ForCausalLM`, which keep latents instead of keys and values (MLA); with
+`--state-heads`, those of `Qwen3_5ForCausalLM`, where three layers of four keep a state (gated delta rule). README.md in
 this folder has the licence of the data, the command that made the checkpoint here, and its results.
 """
 
@@ -29,6 +30,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -174,7 +177,7 @@ def endless_batches(tokens: Tensor, rows: int, context: int, seed: int) -> Itera
 
 
 def build_config(args: argparse.Namespace, vocab_size: int) -> PreTrainedConfig:
-    """Return the config of the model: Llama's, or with `--latent-rank` one of the same size that keeps latents (MLA).
+    """Return the config of the model: Llama's, or one of the same size with latents or states.
 
     `pad_token_id` stays unset: an embedding with a padding index would never learn `<|endoftext|>` as an input.
     """
@@ -193,6 +196,17 @@ def build_config(args: argparse.Namespace, vocab_size: int) -> PreTrainedConfig:
         "eos_token_id": 0,
         "pad_token_id": None,
     }
+    if args.state_heads is not None:
+        # As in Qwen3.5: two heads of values share one of keys, and three layers of four have a state.
+        return Qwen3_5TextConfig(
+            **common,
+            num_key_value_heads=args.kv_heads,
+            head_dim=args.head_dim,
+            linear_num_value_heads=args.state_heads,
+            linear_num_key_heads=max(1, args.state_heads // 2),
+            linear_value_head_dim=args.head_dim,
+            linear_key_head_dim=args.head_dim,
+        )
     if args.latent_rank is None:
         return LlamaConfig(**common, num_key_value_heads=args.kv_heads, head_dim=args.head_dim)
     # Values are as wide as keys, and every layer has an MLP in place of experts.
@@ -217,9 +231,27 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(build_config(args, vocab_size))
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_((2 * args.layers) ** -0.5)
+            if args.state_heads is not None and hasattr(layer, "linear_attn"):
+                out = layer.linear_attn.out_proj
+                init_decays(layer.linear_attn)
+            else:
+                out = layer.self_attn.o_proj
+            out.weight.mul_((2 * args.layers) ** -0.5)
             layer.mlp.down_proj.weight.mul_((2 * args.layers) ** -0.5)
     return model
+
+
+def init_decays(layer: Any) -> None:
+    """Let the heads of a layer with a state forget at very different speeds, as in Mamba-2 and Gated DeltaNet.
+
+    A head multiplies its state by exp(-A · softplus(x + bias)) at each token, with A from 1 to 16 and here a softplus
+    from 0.001 to 0.1 where x is 0: it halves it within half a token to 700. transformers starts with a bias of 1, which
+    forgets everything within a token or two, and minutes of training do not undo that.
+    """
+    heads = layer.num_v_heads
+    steps = torch.empty(heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    layer.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
+    layer.A_log.copy_(torch.empty(heads).uniform_(1, 16).log())
 
 
 def mean_loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
@@ -387,8 +419,9 @@ def run_train(args: argparse.Namespace) -> None:
         model.load_state_dict(AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
     model = model.to(device)
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-    # Embeddings (also the output layer) and norm weights: AdamW, and no decay, which would fade rare tokens.
-    others = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim == 1)]
+    # Embeddings (also the output layer), norm weights, and of states the convolutions and gates: AdamW, and no decay,
+    # which would fade rare tokens.
+    others = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim != 2)]
     muon = Muon(matrices, args.weight_decay, compiled=args.compile)
     adamw = torch.optim.AdamW(
         others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True if device.type == "cuda" else None
@@ -569,6 +602,11 @@ def main() -> None:
     train.add_argument("--kv-heads", type=int, default=2)
     train.add_argument("--head-dim", type=int, default=128)
     train.add_argument("--latent-rank", type=int, help="channels of a latent: a model with latents (MLA), not Llama's")
+    train.add_argument(
+        "--state-heads",
+        type=int,
+        help="heads of values in a state: a model with states (gated delta rule), not Llama's",
+    )
     train.add_argument("--rope-dim", type=int, default=32, help="channels of a head with rotary positions, of latents")
     train.add_argument("--rope-theta", type=float, default=10_000.0, help="base of the rotary positions")
     train.add_argument("--log-seconds", type=float, default=10.0)

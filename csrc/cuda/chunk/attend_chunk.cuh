@@ -30,11 +30,11 @@
 // and 2,793 (int8). Two or three warps a scheduler cannot hide latencies, and used a third of its slots.
 #pragma once
 
-#include "fill.cuh"
+#include "scratch.cuh"
 
 namespace hf_kvquant::cuda {
 
-constexpr int kConsumersMeet = 3;  // the number of their barrier
+constexpr int kConsumersMeet = 3, kTurns = 4;  // numbers of their barriers; of turns there are two
 constexpr int kCombineThreads = 256;
 // Thread blocks that combine the parts of a unit.
 template <class Shape>
@@ -49,7 +49,9 @@ template <class Shape>
 __device__ __forceinline__ void prepare_query(const DecodeParams& params, const DecodePlan& plan,
                                               const Segment& segment, unsigned char* memory,
                                               ChunkTables<Shape>& tables) {
-  constexpr int kPerLane = Shape::kHeadDim / kLanes, kWarps = kChunkThreads / kLanes;
+  // All threads do this, or those that attend while another one copies the first tiles.
+  constexpr int kWarps = (Shape::kIsStreamed ? kConsumers * kWarpgroup : Shape::kThreads) / kLanes;
+  constexpr int kPerLane = Shape::kHeadDim / kLanes;
   constexpr int kSlots = (Shape::kRows + kWarps - 1) / kWarps, kAtOnce = 4;
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, c = lane * kPerLane;
   const Side& keys = params.key_side;
@@ -106,13 +108,14 @@ class Attention {
   static constexpr int kScores = Shape::kTileTokens / 2, kSteps = Shape::kTileTokens / 16;
   // Products with values have at most 128 columns each.
   static constexpr int kParts = Shape::kHeadDim == 256 ? 2 : 1, kOutputs = Shape::kHeadDim / kParts / 2;
+  static constexpr bool kKeepsFactors = Shape::kIsStreamed, kTakesTurns = Shape::kTakesTurns;
 
  public:
   __device__ __forceinline__ Attention(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                        const Span& span, unsigned char* memory, ChunkTables<Shape>& tables, int thread)
       : params_(params), tables_(tables), memory_(shared_address(memory)) {
     // The same in all lanes, which the compiler cannot see.
-    const int warpgroup = __shfl_sync(kAllLanes, thread / kWarpgroup, 0);
+    const int warpgroup = warpgroup_ = __shfl_sync(kAllLanes, thread / kWarpgroup, 0);
     query_ = describe(memory_ + warpgroup * kRowsOfWarpgroup * kLineBytes);
     const auto position = [&](int row) {
       return span.first_position + plan.rows.token(min(row, plan.rows.num_rows - 1));
@@ -128,6 +131,7 @@ class Attention {
       if (column() == 0) tables.rows[slot] = {position(row), slope * kLog2E, 1.f, false};
       shift_[i] = kLeast;
       sum_[i] = 0.f;
+      if constexpr (kKeepsFactors) factors_[i] = tables.factors[slot];
     });
     const int first = first_row + warpgroup * kRowsOfWarpgroup;
     const bool is_windowed = params.sliding_window > 0;
@@ -141,6 +145,7 @@ class Attention {
   __device__ __forceinline__ void attend(int first_step, int last_step, int stride) {
     uint32_t weights[kSteps][4];
     float scores[kScores], factor[2];
+    if (kTakesTurns && warpgroup_ == 1) pass_turn();
     tables_.filled[0][0].wait(0);
     start_products();
     multiply_keys(scores, 0);
@@ -158,12 +163,14 @@ class Attention {
     for (int step = first_step + stride; step < last_step; step += stride, ++number) {
       const int key_stage = number % Shape::kKeyStages, value_stage = number % Shape::kValueStages;
       tables_.filled[0][key_stage].wait(number / Shape::kKeyStages);
+      if constexpr (kTakesTurns) await_turn();
       pin(weights);
       start_products();
       multiply_keys(scores, key_stage);
       commit_products();
       multiply_values(weights, before);
       commit_products();
+      if constexpr (kTakesTurns) pass_turn();
       find_factors(key_stage, factor);
       const bool is_partial = !is_whole(step);
       wait_for_products<1>();
@@ -199,6 +206,7 @@ class Attention {
     commit_products();
     wait_for_products<0>();
     for_all<kParts>([&](int n) { pin(output_[n]); });
+    if (kTakesTurns && warpgroup_ == 0) await_turn();  // the last turn, which nobody takes
   }
 
   // Writes maximum, sum and output to shared memory, rows of Shape::kOutputStride.
@@ -228,6 +236,10 @@ class Attention {
   }
   static __device__ __forceinline__ int column() { return threadIdx.x % 4 * 2; }
 
+  // Turns of the two warpgroups. The first takes the first one, which the second passes to it.
+  __device__ __forceinline__ void await_turn() const { meet<kConsumers * kWarpgroup>(kTurns + warpgroup_); }
+  __device__ __forceinline__ void pass_turn() const { pass<kConsumers * kWarpgroup>(kTurns + 1 - warpgroup_); }
+
   // This warp no longer reads a stage.
   __device__ __forceinline__ void leave(int side, int stage) {
     if (threadIdx.x % kLanes == 0) tables_.emptied[side][stage].arrive();
@@ -235,9 +247,9 @@ class Attention {
 
   __device__ __forceinline__ void multiply_keys(float (&scores)[kScores], int stage) const {
     const uint32_t keys = describe(memory_ + Shape::kKeysAt + stage * Shape::kTileBytes);
-    // Not kept from step to step: there are no registers for all of these.
+    // Not kept from step to step where there are no registers for all of these.
     uint32_t query = query_;
-    keep(query);
+    if constexpr (!Shape::kIsStreamed) keep(query);
     for_all<Shape::kHeadDim / 16>([&](int k) {
       const int line = k / 4, part = k % 4 * 32;
       multiply(scores, query + (line * Shape::kRows * kLineBytes + part) / 16,
@@ -261,15 +273,16 @@ class Attention {
   }
 
   __device__ __forceinline__ void find_factors(int stage, float (&factor)[2]) const {
-    for_all<2>([&](int i) { factor[i] = tables_.factors[slot(i)] * tables_.key_unit[stage]; });
+    const float unit = tables_.notes[0][stage].unit;
+    for_all<2>([&](int i) { factor[i] = (kKeepsFactors ? factors_[i] : tables_.factors[slot(i)]) * unit; });
   }
 
   // Turns the scores of a tile into weights. Returns whether shifts were raised; rows then say how much is kept of the
   // sums so far.
   __device__ __forceinline__ bool weigh(float (&scores)[kScores], int stage, const float (&factor)[2]) {
-    const auto tile = tables_.value_tile[stage];
-    const float exponent = tile.exponent;
-    if (__builtin_expect(tile.has_bad, 0)) note_bad(scores, stage);
+    const TileNotes& notes = tables_.notes[1][stage];
+    const float exponent = notes.exponent;
+    if (__builtin_expect(notes.has_bad, 0)) note_bad(scores, notes);
     // Two chains of maxima for each row, since one would wait for itself.
     float maxima[4], wanted[2];
     for_all<4>([&](int j) { maxima[j] = scores[j]; });
@@ -336,10 +349,10 @@ class Attention {
   }
 
   // A row that attends to a value that is not finite has no finite output. Other rows must not notice it.
-  __device__ __forceinline__ void note_bad(const float (&scores)[kScores], int stage) {
+  __device__ __forceinline__ void note_bad(const float (&scores)[kScores], const TileNotes& notes) {
     for_all<kScores>([&](int j) {
       const int i = j / 4 * 8 + column() + j % 2;
-      if ((tables_.bad[stage][i / 32] >> (i % 32) & 1) != 0 && scores[j] != -INFINITY) {
+      if ((notes.bad[i / 32] >> (i % 32) & 1) != 0 && scores[j] != -INFINITY) {
         tables_.rows[slot(j / 2 % 2)].is_bad = true;
       }
     });
@@ -355,9 +368,16 @@ class Attention {
   ChunkTables<Shape>& tables_;
   const uint32_t memory_;
   uint32_t query_;
+  int warpgroup_;
+  float factors_[2];  // of the query, where they are kept
   float shift_[2], sum_[2];
   float output_[kParts][kOutputs];
 };
+
+// The number of a thread block's unit among those of its launch.
+__device__ __forceinline__ int64_t unit_of_cta(const DecodePlan& plan, int row_tile) {
+  return (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * plan.num_row_tiles + row_tile;
+}
 
 // The result of a part in the workspace: `Partial` of combine.cuh, and the constants of its rows.
 template <class Shape>
@@ -377,7 +397,7 @@ __device__ __noinline__ void finish_chunk(const DecodeParams& params, const Deco
   using Slot = ChunkPartial<Shape>;
   constexpr int kThreads = kConsumers * kWarpgroup, kQuads = Shape::kHeadDim / 4;
   const bool is_whole = segment.num_parts == 1;
-  float* const slot = slot_of<Slot>(plan, unit_of(plan, segment), segment.part, workspace);
+  float* const slot = slot_of<Slot>(plan, unit_of_cta(plan, segment.row_tile), segment.part, workspace);
   meet<kConsumersMeet, kThreads>();
 #pragma unroll 4
   for (int index = thread; index < Shape::kRows * kQuads; index += kThreads) {
@@ -398,16 +418,17 @@ __device__ __noinline__ void finish_chunk(const DecodeParams& params, const Deco
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(kChunkThreads, 1)
+__global__ void __launch_bounds__(Shape::kThreads, 1)
     attend_chunk(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens,
                  const __grid_constant__ DecodePlan plan, float* workspace) {
 #if KVQ_HAS_WGMMA
   extern __shared__ __align__(kSwizzleBytes) unsigned char memory[];
   auto& tables = *reinterpret_cast<ChunkTables<Shape>*>(memory + Shape::kTablesAt);
   Segment segment = segment_of_cta(plan);
+  if constexpr (Shape::kIsStreamed) segment.b += plan.first_b, segment.h += plan.first_h;
   if (threadIdx.x == 0) {
     for_all<2, Shape::kMostStages>([&](int side, int stage) {
-      tables.filled[side][stage].init(kWarpgroup);
+      tables.filled[side][stage].init(Shape::kIsStreamed ? 1 : kWarpgroup);
       tables.emptied[side][stage].init(kConsumers * kWarpgroup / kLanes);
     });
   }
@@ -416,28 +437,43 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   const Span span = find_rounds<Shape::kTileTokens>(params, plan, bounds, segment);
   if (!segment.has_rounds()) return;
   if (threadIdx.x == 0) tables.begin = span.begin, tables.end = span.end;
-  prepare_query<Shape>(params, plan, segment, memory, tables);
-  show_to_products();
+  if constexpr (!Shape::kIsStreamed) prepare_query<Shape>(params, plan, segment, memory, tables);
+  show_to_products();  // the query, and the barriers
   __syncthreads();
 
   const int stride = plan.num_splits.value, first_step = segment.first_step, last_step = segment.last_step;
   const int thread = threadIdx.x % kWarpgroup, role = threadIdx.x / kWarpgroup - kConsumers;
   if (role == 0) {
-    set_registers<kFillerRegisters, false>();
-    fill_tiles<Shape, true>({params, plan, segment, span, bounds, memory, tables, workspace, thread},
-                            {first_step, last_step, stride});
-  } else if (role == 1) {
-    set_registers<kFillerRegisters, false>();
-    fill_tiles<Shape, false>({params, plan, segment, span, bounds, memory, tables, workspace, thread},
-                             {first_step, last_step, stride});
+    set_registers<Shape::kFillerRegisters, false>();
+    if constexpr (Shape::kIsStreamed) {
+      if (thread > 0) return;
+      show_to_copies();
+      copy_tiles<Shape>(params, plan, bounds, workspace, memory, tables, first_step, last_step, stride);
+    } else {
+      fill_tiles<Shape, true>(
+          {params, plan, segment, span, bounds, memory + Shape::kKeysAt, tables, workspace, thread},
+          {first_step, last_step, stride});
+    }
+  } else if (!Shape::kIsStreamed && role == 1) {
+    set_registers<Shape::kFillerRegisters, false>();
+    if constexpr (!Shape::kIsStreamed) {
+      fill_tiles<Shape, false>(
+          {params, plan, segment, span, bounds, memory + Shape::kValuesAt, tables, workspace, thread},
+          {first_step, last_step, stride});
+    }
   } else {
-    set_registers<kConsumerRegisters, true>();
+    set_registers<Shape::kConsumerRegisters, true>();
+    if constexpr (Shape::kIsStreamed) {
+      prepare_query<Shape>(params, plan, segment, memory, tables);
+      show_to_products();
+      meet<kConsumersMeet, kConsumers * kWarpgroup>();
+    }
     Attention<Shape> attention(params, plan, segment, span, memory, tables, threadIdx.x);
     attention.attend(first_step, last_step, stride);
     meet<kConsumersMeet, kConsumers * kWarpgroup>();
     float* const outputs = reinterpret_cast<float*>(memory);
     attention.share(outputs);
-    finish_chunk<Shape>(params, plan, segment, outputs, tables, workspace + plan.dense_floats, threadIdx.x);
+    finish_chunk<Shape>(params, plan, segment, outputs, tables, workspace + plan.tile_floats, threadIdx.x);
   }
 #endif
 }
@@ -452,13 +488,14 @@ __global__ void __launch_bounds__(kCombineThreads)
   constexpr int kQuads = Shape::kHeadDim / 4, kAtOnce = 8;
   wait_for_launch_before();
   Segment segment = {};
-  segment.b = blockIdx.z, segment.h = blockIdx.y, segment.row_tile = blockIdx.x / kCombineCtas<Shape>;
+  segment.b = plan.first_b + blockIdx.z, segment.h = plan.first_h + blockIdx.y;
+  segment.row_tile = blockIdx.x / kCombineCtas<Shape>;
   segment.splits = plan.num_splits;
   find_rounds<Shape::kTileTokens>(params, plan, Bounds(params, plan, segment.b), segment);
   if (segment.num_parts == 1) return;
   const int row = blockIdx.x % kCombineCtas<Shape> * (kCombineThreads / kQuads) + threadIdx.x / kQuads;
   const int c = threadIdx.x % kQuads * 4;
-  float* const slots = slot_of<Slot>(plan, unit_of(plan, segment), 0, workspace + plan.dense_floats);
+  float* const slots = slot_of<Slot>(plan, unit_of_cta(plan, segment.row_tile), 0, workspace + plan.tile_floats);
   const Output output(params, plan, segment, Slot::constants(slots), Shape::kRows, row, c);
   if (!output.exists()) return;
   float4 total = {};

@@ -1,5 +1,5 @@
 // Tiles with tokens that are no codes: tiles of the tail, and of a chunk. They are the same for all row tiles of a
-// head. So `fill_dense` fills each once, in a launch before, and the warpgroups that fill tiles only copy them.
+// head. So `fill_dense` fills each once, in a launch before, and thread blocks that attend only copy them.
 #pragma once
 
 #include "../attend/combine.cuh"
@@ -21,12 +21,6 @@ __device__ __forceinline__ int exponent_of(uint32_t bound, int bits) {
 
 // 2^exponent.
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
-
-// What a tile has besides its numbers, as in ChunkTables. What follows in the workspace stays aligned.
-struct alignas(16) TileNotes {
-  int exponent, has_bad;
-  uint32_t bad[4];
-};
 
 // The tiles of a side with tokens that are no codes: of the first tokens, then of the newest.
 template <class Shape>
@@ -57,21 +51,33 @@ struct DenseTiles {
   }
 };
 
-// Where the dense tiles of one side and head are in the workspace.
+// Where the tiles of one side are in the workspace, of the sequence and head of a thread block: the dense ones, or all.
 template <class Shape>
-struct DensePlaces {
+struct TilePlaces {
   unsigned char* tiles;
   TileNotes* notes;
 
-  __device__ __forceinline__ DensePlaces(const DecodePlan& plan, float* workspace, bool is_key, int b, int h) {
-    const int64_t all = int64_t{gridDim.y} * gridDim.z, head = int64_t{b} * gridDim.y + h;
-    const DensePlan &keys = plan.dense[0], &own = plan.dense[!is_key];
-    const int64_t before = is_key ? 0 : all * keys.count(), at = before + head * own.count();
-    tiles = reinterpret_cast<unsigned char*>(workspace) + at * Shape::kTileBytes;
-    notes = reinterpret_cast<TileNotes*>(reinterpret_cast<unsigned char*>(workspace) +
-                                          all * (keys.count() + plan.dense[1].count()) * Shape::kTileBytes) + at;
+  __device__ __forceinline__ TilePlaces(const DecodePlan& plan, float* workspace, bool is_key) {
+    const int keys = Shape::kIsStreamed ? plan.scratch_tiles : plan.dense[0].count();
+    const int values = Shape::kIsStreamed ? plan.scratch_tiles : plan.dense[1].count();
+    const int64_t all = int64_t{gridDim.y} * gridDim.z, head = int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+    const int64_t at = is_key ? head * keys : all * keys + head * values;
+    unsigned char* const begin = reinterpret_cast<unsigned char*>(workspace);
+    tiles = begin + at * Shape::kTileBytes;
+    notes = reinterpret_cast<TileNotes*>(begin + all * (keys + values) * Shape::kTileBytes) + at;
   }
 };
+
+// The tokens that any row of a sequence attends to.
+__device__ __forceinline__ Span whole_span(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds) {
+  Span span;
+  span.end = bounds.num_tokens(plan);
+  span.first_position = span.end - params.q_len;
+  span.begin = max(bounds.start, 0);
+  if (params.sliding_window > 0) span.begin = max(span.begin, span.first_position - params.sliding_window + 1);
+  if (span.begin >= span.end) span.begin = span.end = 0;
+  return span;
+}
 
 // How many tokens are stored of those that attention is to.
 __device__ __forceinline__ int num_stored_of(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds) {
@@ -90,7 +96,7 @@ __device__ __forceinline__ uint32_t largest_of_all(uint32_t x, uint32_t* shared)
 }
 
 // Each thread block fills one tile, each thread eight channels of some of its tokens. A key that is no code is
-// transformed as it would be before it is quantised.
+// transformed as it would be before it is quantised. Streamed tiles lie in the order of the sequence.
 template <class Shape>
 __global__ void __launch_bounds__(kDenseThreads)
     fill_dense(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens new_tokens,
@@ -100,7 +106,8 @@ __global__ void __launch_bounds__(kDenseThreads)
   static_assert(kItems * kTokens == Shape::kTileTokens && kLanesOfToken <= kLanes);
   __shared__ uint32_t shared[kDenseThreads / kLanes], bad[4];
   const bool is_key = static_cast<int>(blockIdx.x) < plan.dense[0].count();
-  const int place = blockIdx.x - (is_key ? 0 : plan.dense[0].count()), b = blockIdx.z, h = blockIdx.y;
+  const int place = blockIdx.x - (is_key ? 0 : plan.dense[0].count());
+  const int b = plan.first_b + blockIdx.z, h = plan.first_h + blockIdx.y;
   const int most_first = plan.dense[!is_key].most_first;
   const Side& side = is_key ? params.key_side : params.value_side;
   if (threadIdx.x < 4) bad[threadIdx.x] = 0;
@@ -112,6 +119,11 @@ __global__ void __launch_bounds__(kDenseThreads)
   const Dense& dense = is_key ? new_tokens.key : new_tokens.value;
   const int step = tiles.step(place, most_first), first = step * Shape::kTileTokens;
   if (step >= tiles.end || !tiles.has(step) || tiles.place(step, most_first) != place) return;
+  int target = place;
+  if constexpr (Shape::kIsStreamed) {
+    target = step - step_of<Shape::kTileTokens>(whole_span(params, plan, bounds).begin);
+    if (target < 0 || target >= plan.scratch_tiles) return;  // no row sees it
+  }
 
   const int c = threadIdx.x % kLanesOfToken * kChunk, own = threadIdx.x / kLanesOfToken;
   const bool is_transformed = is_key && !is_identity(params.key_transform);
@@ -150,8 +162,8 @@ __global__ void __launch_bounds__(kDenseThreads)
   if (!is_finite) bound = largest_of_all(finite, shared);
   const int exponent = exponent_of(bound, kTileBits);
   const float unit = power_of_two(-exponent);
-  const DensePlaces<Shape> places(plan, workspace, is_key, b, h);
-  unsigned char* const tile = places.tiles + int64_t{place} * Shape::kTileBytes;
+  const TilePlaces<Shape> places(plan, workspace, is_key);
+  unsigned char* const tile = places.tiles + int64_t{target} * Shape::kTileBytes;
   const bool is_split = is_interleaved(side.storage);
   for_all<kItems>([&](int i) {
     const int row = own + i * kTokens;
@@ -170,7 +182,10 @@ __global__ void __launch_bounds__(kDenseThreads)
                                                                                       words[3]};
   });
   __syncthreads();
-  if (threadIdx.x == 0) places.notes[place] = {exponent, !is_finite, {bad[0], bad[1], bad[2], bad[3]}};
+  if (threadIdx.x == 0) {
+    places.notes[target] = {static_cast<float>(exponent), !is_finite, power_of_two(exponent),
+                            {bad[0], bad[1], bad[2], bad[3]}};
+  }
 }
 
 }  // namespace hf_kvquant::cuda

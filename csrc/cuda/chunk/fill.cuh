@@ -89,24 +89,25 @@ struct TileSteps {
   }
 };
 
-// Where the tiles of keys or values of one head come from and go to.
-template <class Shape, bool kIsKey>
+// Where the tiles of keys or values of one head come from and go to. `Tables_`: what the threads share.
+template <class Shape, bool kIsKey, class Tables_>
 struct TileSource {
+  using Tables = Tables_;
   static constexpr int kTileTokens = Shape::kTileTokens;
   using Steps = TileSteps<kIsKey ? Shape::kKeyStages : Shape::kValueStages>;
   static constexpr int kMeeting = kIsKey ? 1 : 2;  // the number of the barrier of this warpgroup
   const DecodeParams& params;
   const DecodePlan& plan;
   const Laps laps;
-  ChunkTables<Shape>& tables;
+  Tables& tables;
   float* const workspace;
   const DenseTiles<Shape> dense;
   unsigned char* const tiles;  // of the first stage
   const int b, h, begin, count, thread;
 
   __device__ __forceinline__ TileSource(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
-                                        const Span& span, const Bounds& bounds, unsigned char* memory,
-                                        ChunkTables<Shape>& tables, float* workspace, int thread)
+                                        const Span& span, const Bounds& bounds, unsigned char* tiles, Tables& tables,
+                                        float* workspace, int thread)
       : params(params),
         plan(plan),
         laps(plan.laps),
@@ -115,7 +116,7 @@ struct TileSource {
         dense(side(),
               Tail(params, plan.laps, side(), segment.b, num_stored_of(params, plan, bounds), bounds.start),
               num_stored_of(params, plan, bounds), bounds.num_tokens(plan)),
-        tiles(memory + (kIsKey ? Shape::kKeysAt : Shape::kValuesAt)),
+        tiles(tiles),
         b(segment.b),
         h(segment.h),
         begin(span.begin),
@@ -124,6 +125,8 @@ struct TileSource {
 
   __device__ __forceinline__ const Side& side() const { return kIsKey ? params.key_side : params.value_side; }
   __device__ __forceinline__ unsigned char* tile(int stage) const { return tiles + stage * Shape::kTileBytes; }
+
+  __device__ __forceinline__ TileNotes& notes(int stage) const { return tables.notes[!kIsKey][stage]; }
 
   // Whether some row of the thread block attends to a token.
   __device__ __forceinline__ bool is_seen(int token) const {
@@ -155,23 +158,20 @@ struct TileSource {
     }
     const int exponent = exponent_of(bound, bits);
     if (thread == 0) {
-      if constexpr (kIsKey) {
-        tables.key_unit[stage] = power_of_two(exponent);
-      } else {
-        tables.value_tile[stage] = {static_cast<float>(exponent), !is_finite};
-      }
+      TileNotes& notes = this->notes(stage);
+      notes.exponent = static_cast<float>(exponent), notes.has_bad = !is_finite, notes.unit = power_of_two(exponent);
     }
     return power_of_two(-exponent);
   }
 
   __device__ __forceinline__ void clear_bad(int stage) const {
-    if (thread < kTileTokens / 32) tables.bad[stage][thread] = 0;
+    if (thread < kTileTokens / 32) notes(stage).bad[thread] = 0;
     meet<kMeeting, kWarpgroup>();
   }
 
   // Notes a token of a tile whose values are not finite.
   __device__ __forceinline__ void note_bad(int stage, int i) const {
-    atomicOr(&tables.bad[stage][i / 32], 1u << (i % 32));
+    atomicOr(&notes(stage).bad[i / 32], 1u << (i % 32));
   }
 
   // Copies a tile that fill_dense has filled. All threads call this; `filled` is the stage's barrier.
@@ -180,26 +180,19 @@ struct TileSource {
       filled.arrive();
       return;
     }
-    const DensePlaces<Shape> places(plan, workspace, kIsKey, b, h);
+    const TilePlaces<Shape> places(plan, workspace, kIsKey);
     const int place = dense.place(step, plan.dense[!kIsKey].most_first);
-    const TileNotes& notes = places.notes[place];
-    if constexpr (kIsKey) {
-      tables.key_unit[stage] = power_of_two(notes.exponent);
-    } else {
-      tables.value_tile[stage] = {static_cast<float>(notes.exponent), notes.has_bad};
-      if (notes.has_bad != 0) {
-        for_all<kTileTokens / 32>([&](int i) { tables.bad[stage][i] = notes.bad[i]; });
-      }
-    }
+    notes(stage) = places.notes[place];
     filled.arrive_and_expect(Shape::kTileBytes);
     copy_bulk(tile(stage), places.tiles + int64_t{place} * Shape::kTileBytes, Shape::kTileBytes, filled);
   }
 };
 
 // Keys or values of one head, of one format. Threads take 16 channels of a token at a time.
-template <class Shape, bool kIsKey, Storage kStorage, Scales kScales>
+template <class Shape, bool kIsKey, class Tables, Storage kStorage, Scales kScales>
 class Filler {
-  using Steps = typename TileSource<Shape, kIsKey>::Steps;
+  using Source = TileSource<Shape, kIsKey, Tables>;
+  using Steps = typename Source::Steps;
   static constexpr bool kHasBlocks = kScales == Scales::blocks;
   static constexpr int kTileTokens = Shape::kTileTokens, kChannels = 16, kLanesOfRow = Shape::kHeadDim / kChannels;
   static constexpr int kRowsOfPass = kWarpgroup / kLanesOfRow, kItems = kTileTokens / kRowsOfPass;
@@ -207,13 +200,13 @@ class Filler {
   static constexpr int kAllScales =
       kHasBlocks ? Shape::kHeadDim : kTileTokens * (kScales == Scales::groups ? Shape::kMaxGroups : 1);
   static constexpr int kEntries = (kAllScales + kWarpgroup - 1) / kWarpgroup;
-  static constexpr int kMeeting = TileSource<Shape, kIsKey>::kMeeting;
+  static constexpr int kMeeting = Source::kMeeting;
   static constexpr int kWords = kChannels * bits_of(kStorage) / 32;
   // Items whose scales are loaded together, as far as there are registers.
   static constexpr int kAtOnce = kWords == 4 ? 2 : kItems;
 
  public:
-  __device__ __forceinline__ Filler(const TileSource<Shape, kIsKey>& source) : source_(source) {
+  __device__ __forceinline__ Filler(const Source& source) : source_(source) {
     // Lanes of a row are such that eight neighbours store to different banks: four units of two rows.
     const int lane = source.thread % kLanes, warp = source.thread / kLanes;
     constexpr int kRowsOfWarp = kLanes / kLanesOfRow;
@@ -228,6 +221,13 @@ class Filler {
     codes_from_ = code_row(side, 0, source.h, row_) + chunk_ * kWords * 4;
     scales_from_ = scale_at(side, 0, source.h, 0, 0);
     if (has_zero()) zeros_from_ = zero_at(side, 0, source.h, 0, 0);
+  }
+
+  // Fills one tile.
+  __device__ __forceinline__ void fill(int step) {
+    load(step * Shape::kTileTokens);
+    prepare_scales(0);
+    store(source_.tile(0));
   }
 
   // Fills tiles from `steps` on, until the last or until one is dense.
@@ -382,18 +382,33 @@ class Filler {
     return k == 0 ? halves : multiply_halves(halves, kOne - kHalving * (bits_of(kStorage) * k));
   }
 
-  const TileSource<Shape, kIsKey> source_;
+  const Source source_;
   int chunk_, row_;
   const uint8_t* codes_from_;  // of this thread's first token and channels, in slot and row 0
   const half_bits *scales_from_, *zeros_from_ = nullptr;
   uint32_t codes_[kItems][kWords], scales_[kEntries], zeros_[kEntries];
 };
 
+// Calls `use` with what fills tiles of a side's format.
+template <class Shape, bool kIsKey, class Tables, class Use>
+__device__ __forceinline__ void with_filler(const TileSource<Shape, kIsKey, Tables>& source, Use use) {
+  const Side& side = source.side();
+  if constexpr (kIsKey) {
+    if (side.has_channel_scales) return use(Filler<Shape, kIsKey, Tables, Storage::int4, Scales::blocks>(source));
+  }
+  with_storage(side.storage, [&](auto storage) {
+    if (side.num_groups == 1) {
+      use(Filler<Shape, kIsKey, Tables, decltype(storage)::value, Scales::rows>(source));
+    } else {
+      use(Filler<Shape, kIsKey, Tables, decltype(storage)::value, Scales::groups>(source));
+    }
+  });
+}
+
 // Fills all tiles of keys or values of a thread block.
 template <class Shape, bool kIsKey>
-__device__ __forceinline__ void fill_tiles(const TileSource<Shape, kIsKey>& source,
-                                           typename TileSource<Shape, kIsKey>::Steps steps) {
-  const Side& side = source.side();
+__device__ __forceinline__ void fill_tiles(const TileSource<Shape, kIsKey, ChunkTables<Shape>>& source,
+                                           typename TileSource<Shape, kIsKey, ChunkTables<Shape>>::Steps steps) {
 #pragma unroll 1
   while (steps.has_more()) {
     if (source.is_dense(steps.step)) {
@@ -403,19 +418,7 @@ __device__ __forceinline__ void fill_tiles(const TileSource<Shape, kIsKey>& sour
       steps.advance();
       continue;
     }
-    if constexpr (kIsKey) {
-      if (side.has_channel_scales) {
-        Filler<Shape, kIsKey, Storage::int4, Scales::blocks>(source).fill_some(steps);
-        continue;
-      }
-    }
-    with_storage(side.storage, [&](auto storage) {
-      if (side.num_groups == 1) {
-        Filler<Shape, kIsKey, decltype(storage)::value, Scales::rows>(source).fill_some(steps);
-      } else {
-        Filler<Shape, kIsKey, decltype(storage)::value, Scales::groups>(source).fill_some(steps);
-      }
-    });
+    with_filler(source, [&](auto&& filler) { filler.fill_some(steps); });
   }
 }
 

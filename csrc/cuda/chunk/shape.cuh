@@ -9,19 +9,26 @@ namespace hf_kvquant::cuda {
 
 constexpr int kConsumers = 2;  // warpgroups that attend, of 64 query rows each
 constexpr int kRowsOfWarpgroup = 64;
-constexpr int kChunkThreads = (kConsumers + 2) * kWarpgroup;  // two fill tiles, of keys and of values
-constexpr int kConsumerRegisters = 192, kFillerRegisters = 64;  // of a thread, 256 together
+constexpr bool kStreamedTakesTurns = true;
 
-// `kChangesScores`: with softcap or ALiBi, whose code would take registers from others.
-template <int kHeadDim_, bool kChangesScores_>
+// `kChangesScores`: with softcap or ALiBi, whose code would take registers from others. `kIsStreamed`: tiles come from
+// the scratch (scratch.cuh), else two warpgroups of the thread block fill them, of keys and of values.
+template <int kHeadDim_, bool kChangesScores_, bool kIsStreamed_>
 struct ChunkShape {
-  static constexpr bool kChangesScores = kChangesScores_;
+  static constexpr bool kChangesScores = kChangesScores_, kIsStreamed = kIsStreamed_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRows = kConsumers * kRowsOfWarpgroup;
+  static constexpr int kThreads = (kConsumers + (kIsStreamed ? 1 : 2)) * kWarpgroup;
+  // Of a thread that attends and of one that fills or copies tiles. At the start each of 512 threads has 128, and each
+  // of 384 has 168; together they must not have more.
+  static constexpr int kConsumerRegisters = kIsStreamed ? 232 : 192, kFillerRegisters = kIsStreamed ? 40 : 64;
+  // Whether the two warpgroups that attend issue their products in turn, as in FlashAttention-3: one then does its
+  // softmax while the products of the other run.
+  static constexpr bool kTakesTurns = kIsStreamed && kStreamedTakesTurns;
   // Fewer tokens with 256 channels, whose output takes half of all registers.
-  static constexpr int kTileTokens = kHeadDim <= 128 ? 128 : 32;
+  static constexpr int kTileTokens = kHeadDim <= 128 ? 128 : kIsStreamed ? 64 : 32;
   // Of keys and of values. Values are awaited by the softmax of the same tile, so their stages need more of a lead.
-  static constexpr int kKeyStages = 2, kValueStages = 3;
+  static constexpr int kKeyStages = 2, kValueStages = kHeadDim == 256 && kIsStreamed ? 2 : 3;
   static constexpr int kMostStages = kValueStages;
   static constexpr int kMaxGroups = kHeadDim / kGroupChannels;
 
@@ -38,21 +45,36 @@ struct ChunkShape {
 // 2^kIntegerTileBits. Query rows are brought below 2^kTileBits, too.
 constexpr int kTileBits = 15, kIntegerTileBits = -5;
 
+// What a tile has besides its numbers, in shared memory and in the workspace.
+struct alignas(16) TileNotes {
+  float exponent;
+  int has_bad;  // of values: whether some are not finite
+  float unit;   // 2^exponent
+  // The tokens with values that are not finite, where there are some. They are zeros in the tile: weights of rows that
+  // do not attend to them are zeros too, and zero times NaN is NaN.
+  uint32_t bad[4];
+};
+
+// What the threads share that fill a tile of keys [0] or values [1].
+template <class Shape, int kStages>
+struct FillTables {
+  TileNotes notes[2][kStages];
+  uint32_t bounds[2][4];
+  // Scale and zero of tokens [group][token], twice each, or of pairs of channels.
+  uint2 scales[2][Shape::kMaxGroups * Shape::kTileTokens];
+};
+
+template <int kStages>
+struct CopyTables {
+  TileNotes notes[2][kStages];
+};
+
 // Everything in shared memory but matrices.
 template <class Shape>
-struct ChunkTables {
+struct ChunkTables : std::conditional_t<Shape::kIsStreamed, CopyTables<Shape::kMostStages>,
+                                        FillTables<Shape, Shape::kMostStages>> {
   // Of keys [0] and values [1], by stage.
   Barrier filled[2][Shape::kMostStages], emptied[2][Shape::kMostStages];
-  float key_unit[Shape::kKeyStages];  // 2^exponent
-  // Of values the exponent, and whether some of them are not finite.
-  struct ValueTile {
-    float exponent;
-    int has_bad;
-  } value_tile[Shape::kValueStages];
-  // Values that are not finite, by token, where a tile has some. They are zeros in the tile: weights of rows that do
-  // not attend to them are zeros too, and zero times NaN is NaN.
-  uint32_t bad[Shape::kValueStages][Shape::kTileTokens / 32];
-
   float factors[Shape::kRows], constants[Shape::kRows];  // of the query, see prepare_query
   float2 sums[Shape::kRows];
   int begin, end;  // tokens that any row attends to
@@ -65,10 +87,6 @@ struct ChunkTables {
     float kept;   // of the sums, when the shift was raised
     bool is_bad;  // attends to a value that is not finite
   } rows[Shape::kRows];
-  // Of the warpgroups that fill tiles:
-  uint32_t bounds[2][4];
-  // Scale and zero of tokens [group][token], twice each, or of pairs of channels.
-  uint2 scales[2][Shape::kMaxGroups * Shape::kTileTokens];
 };
 
 // Channels lie in the order in which codes are unpacked: of eight int4 or int2 codes 0, 4, 1, 5, 2, 6, 3, 7. Storages are

@@ -202,10 +202,45 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int num_by
 #endif
 }
 
+// Copies from shared memory to memory, both aligned to 16 bytes.
+__device__ __forceinline__ void store_bulk(void* to, const void* from, int num_bytes) {
+#if KVQ_HAS_WGMMA
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(num_bytes)
+               : "memory");
+#endif
+}
+
+// Waits until all such copies of this thread are written.
+__device__ __forceinline__ void wait_for_bulk_stores() {
+#if KVQ_HAS_WGMMA
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
+// What earlier launches wrote to memory may be read by copy_bulk.
+__device__ __forceinline__ void show_to_copies() {
+#if KVQ_HAS_WGMMA
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 // Waits for `kThreads` threads of the thread block; barrier 0 is used by __syncthreads.
 template <int kNumber, int kThreads>
 __device__ __forceinline__ void meet() {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+
+// The same with a number that is known only at run time.
+template <int kThreads>
+__device__ __forceinline__ void meet(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
+}
+
+// Counts this thread for such a barrier, without waiting.
+template <int kThreads>
+__device__ __forceinline__ void pass(int number) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
 }
 
 // Gives registers to, or takes them from, the threads of a warpgroup.

@@ -16,6 +16,12 @@ constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
 constexpr int kMinChunkRows = 65, kMinChunkRowsOfShort = 128, kShortCapacity = 8192;
 constexpr int kUnitChannels = 16;  // that a thread of it takes at a time
 
+// Whether long chunks read tiles from a scratch that a launch before fills (chunk/scratch.cuh), from how many query rows
+// of a key-value head on, and how large the scratch may be: 16k tokens of eight heads of 128 channels.
+constexpr bool kHasScratch = true;
+constexpr int kMinScratchRows = 2048;
+constexpr int64_t kMaxScratchBytes = int64_t{64} << 20;
+
 // Whether scales can be copied 16 bytes (eight tokens) at a time, or need no copy because all tokens share one.
 bool has_copyable_scales(const Side& side) {
   const auto is_aligned = [](const half_bits* data, int64_t stride_b, int64_t stride_h, int64_t stride_g) {
@@ -107,18 +113,38 @@ AttendKernel choose_chunk_kernel(const DecodeParams& params) {
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   const int min_rows = params.is_chunk ? 1 : params.capacity < kShortCapacity ? kMinChunkRowsOfShort : kMinChunkRows;
   if (num_rows < min_rows || params.query.dtype == Dtype::fp32) return {};
-  const AttendKernel kernel = chunk_kernel_for(
-      std::max(keys.head_dim, values.head_dim), params.softcap > 0.f || params.alibi_slopes != nullptr);
+  const auto kernel_for_rows = [&](bool is_streamed) {
+    return chunk_kernel_for(std::max(keys.head_dim, values.head_dim),
+                            params.softcap > 0.f || params.alibi_slopes != nullptr, is_streamed);
+  };
+  AttendKernel kernel = kernel_for_rows(kHasScratch && num_rows >= kMinScratchRows);
+  if (kernel.fill_scratch != nullptr && scratch_of(params, kernel).most_heads == 0) kernel = kernel_for_rows(false);
   for (const Side* side : {&keys, &values}) {
-    if (side->storage == Storage::none || side->head_dim % kUnitChannels != 0) return {};
+    const bool has_codes = side->storage != Storage::none;
+    if (!has_codes && (kernel.fill_scratch == nullptr || side->dense_dtype == Dtype::fp32)) return {};
+    if (side->head_dim % kUnitChannels != 0) return {};
     // All codes that a thread takes have one scale, and are loaded at once.
     if (side->head_dim / side->num_groups % kUnitChannels != 0) return {};
-    const int64_t bytes = kUnitChannels * bits_of(side->storage) / 8;
+    const int64_t bytes = has_codes ? kUnitChannels * bits_of(side->storage) / 8 : 16;
     const int64_t all = reinterpret_cast<int64_t>(side->codes) | side->codes_stride_b | side->codes_stride_h |
                         side->codes_stride_t;
     if (all % bytes != 0 || side->num_groups > kernel.head_dim / kGroupChannels) return {};
   }
   return has_chunk_code(kernel, current_device()) ? kernel : AttendKernel{};
+}
+
+Scratch scratch_of(const DecodeParams& params, const AttendKernel& kernel) {
+  const int64_t tile_tokens = kernel.step_tokens;
+  const int64_t whole = std::max<int64_t>(1, (params.capacity + tile_tokens - 1) / tile_tokens);
+  // With a window, tokens that any query sees; they may begin anywhere in a tile.
+  const int64_t seen = int64_t{params.sliding_window} - 1 + params.q_len;
+  const int64_t of_window = (seen + tile_tokens - 2) / tile_tokens + 1;
+  const int64_t tiles = params.is_ring              ? of_window
+                        : params.sliding_window > 0 ? std::min(whole, of_window)
+                                                    : whole;
+  const int64_t bytes_of_head = 2 * tiles * kernel.step_tokens * kernel.head_dim * 2;  // keys and values, float16
+  return {static_cast<int>(std::min<int64_t>(tiles, INT32_MAX)),
+          static_cast<int>(std::min<int64_t>(kMaxScratchBytes / bytes_of_head, INT32_MAX))};
 }
 
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {

@@ -180,6 +180,24 @@ DensePlan dense_plan(const DecodeParams& params, const Side& side, int tile_toke
   return {most_tiles(params.sink_length), most_tiles(params.residual_length + unfinished + num_new)};
 }
 
+// Cuts a call into slices whose tiles fit the scratch: of whole sequences, or else of heads of one sequence, all of
+// about the same size.
+void slice(const DecodeParams& params, DecodePlan& plan) {
+  plan.slice_batch = params.batch, plan.slice_heads = params.num_kv_heads;
+  if (plan.kernel.fill_scratch == nullptr) return;
+  const Scratch scratch = scratch_of(params, plan.kernel);
+  plan.scratch_tiles = scratch.tiles;
+  const auto evenly = [](int count, int most) {
+    const int slices = (count + most - 1) / most;
+    return (count + slices - 1) / slices;
+  };
+  if (scratch.most_heads >= params.num_kv_heads) {
+    plan.slice_batch = evenly(params.batch, scratch.most_heads / params.num_kv_heads);
+  } else {
+    plan.slice_batch = 1, plan.slice_heads = evenly(params.num_kv_heads, scratch.most_heads);
+  }
+}
+
 // A plan for the chunk kernel; its `kernel.function` is nullptr where that does not serve.
 DecodePlan plan_many_rows(const DecodeParams& params) {
   DecodePlan plan{};
@@ -190,7 +208,8 @@ DecodePlan plan_many_rows(const DecodeParams& params) {
   }
   place_operands(params, kernel, plan);
   const int64_t row_tiles = (rows_of(params) + kernel.rows_per_tile - 1) / kernel.rows_per_tile;
-  const int64_t num_units = row_tiles * params.num_kv_heads * params.batch;
+  slice(params, plan);
+  const int64_t num_heads = int64_t{plan.slice_batch} * plan.slice_heads, num_units = row_tiles * num_heads;
   const int64_t steps = std::max(1, (most_tokens(params) + kernel.step_tokens - 1) / kernel.step_tokens);
   const Device device = current_device();
   const int64_t splits = params.num_splits > 0 ? std::min<int64_t>(params.num_splits, steps)
@@ -207,10 +226,11 @@ DecodePlan plan_many_rows(const DecodeParams& params) {
   plan.ctas_of_head = static_cast<int>(ctas_of_head);
   plan.dense[0] = dense_plan(params, params.key_side, kernel.step_tokens);
   plan.dense[1] = dense_plan(params, params.value_side, kernel.step_tokens);
-  const int64_t num_heads = int64_t{params.batch} * params.num_kv_heads;
-  const int64_t dense_tiles = num_heads * (plan.dense[0].count() + plan.dense[1].count());
-  plan.dense_floats = dense_tiles * kernel.dense_tile_bytes / static_cast<int64_t>(sizeof(float));
-  plan.workspace_floats = plan.dense_floats + (splits > 1 ? num_units * splits * kernel.slot_floats : 0);
+  const int64_t tiles_of_head = plan.scratch_tiles > 0 ? 2 * int64_t{plan.scratch_tiles}
+                                                       : plan.dense[0].count() + plan.dense[1].count();
+  plan.tile_floats =
+      num_heads * tiles_of_head * kernel.filled_tile_bytes / static_cast<int64_t>(sizeof(float));
+  plan.workspace_floats = plan.tile_floats + (splits > 1 ? num_units * splits * kernel.slot_floats : 0);
   return plan;
 }
 
@@ -280,6 +300,37 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   return plan;
 }
 
+namespace {
+
+// Launches a chunk kernel, slice by slice. Slices use the same workspace one after the other.
+void launch_chunk(const DecodeParams& params, const NewTokens& new_tokens, const DecodePlan& whole, float* workspace,
+                  void* stream) {
+  const AttendKernel& kernel = whole.kernel;
+  const auto start = [&](auto function, const DecodePlan& plan, int num_ctas, int num_threads, int num_bytes) {
+    const int heads = std::min(plan.slice_heads, params.num_kv_heads - plan.first_h);
+    const int batch = std::min(plan.slice_batch, params.batch - plan.first_b);
+    const Launch how = {dim3(num_ctas, heads, batch), num_threads, static_cast<size_t>(num_bytes), stream,
+                        plan.may_overlap};
+    launch("decode", function, how, params, new_tokens, plan, workspace);
+  };
+  DecodePlan plan = whole;
+  for (plan.first_b = 0; plan.first_b < params.batch; plan.first_b += plan.slice_batch) {
+    for (plan.first_h = 0; plan.first_h < params.num_kv_heads; plan.first_h += plan.slice_heads) {
+      const int num_dense = plan.dense[0].count() + plan.dense[1].count();
+      if (num_dense > 0) start(kernel.fill_dense, plan, num_dense, kernel.fill_dense_threads, 0);
+      if (kernel.fill_scratch != nullptr) {
+        start(kernel.fill_scratch, plan, 2 * plan.scratch_tiles, kernel.fill_scratch_threads,
+              kernel.fill_scratch_bytes);
+      }
+      start(kernel.function, plan, plan.ctas_of_head, kernel.num_threads, plan.shared_bytes);
+      if (plan.workspace_floats == plan.tile_floats) continue;
+      start(kernel.combine, plan, plan.num_row_tiles * kernel.combine_ctas, kernel.combine_threads, 0);
+    }
+  }
+}
+
+}  // namespace
+
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream) {
   if (new_tokens != nullptr && !plan.appends && !params.is_chunk) append(*new_tokens, stream);
@@ -289,21 +340,16 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
   }
   NewTokens appended{};
   if (plan.appends || params.is_chunk) appended = {new_tokens->key, new_tokens->value, new_tokens->q_len};
-  // An overlap with the previous launch saves 0.2 us a call (H200, 2026-11).
-  const int num_threads = plan.kernel.num_threads > 0 ? plan.kernel.num_threads : kLanesOfWarp << plan.warps_log2;
-  const int last_axis = plan.split_plan == nullptr ? params.batch : plan.num_planned;
-  const Launch how = {dim3(plan.ctas_of_head, params.num_kv_heads, last_axis), num_threads,
-                      static_cast<size_t>(plan.shared_bytes), stream, plan.may_overlap};
-  if (plan.dense_floats > 0) {
-    const Launch before = {dim3(plan.dense[0].count() + plan.dense[1].count(), params.num_kv_heads, params.batch),
-                           plan.kernel.fill_dense_threads, 0, stream, plan.may_overlap};
-    launch("decode", plan.kernel.fill_dense, before, params, appended, plan, workspace);
+  const AttendKernel& kernel = plan.kernel;
+  if (kernel.combine != nullptr) {
+    launch_chunk(params, appended, plan, workspace, stream);
+    return;
   }
-  launch("decode", plan.kernel.function, how, params, appended, plan, workspace);
-  if (plan.kernel.combine == nullptr || plan.workspace_floats == plan.dense_floats) return;
-  const Launch after = {dim3(plan.num_row_tiles * plan.kernel.combine_ctas, params.num_kv_heads, params.batch),
-                        plan.kernel.combine_threads, 0, stream, plan.may_overlap};
-  launch("decode", plan.kernel.combine, after, params, appended, plan, workspace);
+  // An overlap with the previous launch saves 0.2 us a call (H200, 2026-11).
+  const int last_axis = plan.split_plan == nullptr ? params.batch : plan.num_planned;
+  const Launch how = {dim3(plan.ctas_of_head, params.num_kv_heads, last_axis), kLanesOfWarp << plan.warps_log2,
+                      static_cast<size_t>(plan.shared_bytes), stream, plan.may_overlap};
+  launch("decode", kernel.function, how, params, appended, plan, workspace);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -1,0 +1,150 @@
+// Tiles of a whole sequence, filled once for all of its query rows. With 1,024 new tokens and four query heads of a
+// key-value head, thread blocks that fill their own tiles unpack every code 32 times, and two warpgroups of each take
+// registers and instructions from the two that attend.
+//
+// A launch before fills the tiles, in memory that only this call uses, as products read them: a tile is one copy into
+// shared memory, its notes a second one. One thread of a thread block then issues all copies. The scratch is bounded
+// (choose.cpp), so a call may be cut into slices of heads, and each is filled and attended to in turn.
+#pragma once
+
+#include "fill.cuh"
+
+namespace hf_kvquant::cuda {
+
+// So many thread blocks that fill tiles are wanted on a multiprocessor: as many as tiles fit its shared memory.
+constexpr int kFillThreads = kWarpgroup, kFillCtas = 5;
+
+// In shared memory: the tile, then its tables.
+template <class Shape>
+constexpr int kFillBytes = Shape::kTileBytes + static_cast<int>(sizeof(FillTables<Shape, 1>));
+
+// The tile of rows without codes, which are copied: 16-bit numbers times a power of two. bfloat16 has more range than
+// float16 and fewer digits, so numbers down to 2^-37 of the largest of a tile lose nothing.
+template <class Shape, bool kIsKey, class Tables>
+__device__ __forceinline__ void fill_plain(const TileSource<Shape, kIsKey, Tables>& source, int step) {
+  constexpr int kLanesOfRow = Shape::kHeadDim / kChunk, kRowsOfPass = kFillThreads / kLanesOfRow;
+  constexpr int kItems = Shape::kTileTokens / kRowsOfPass;
+  const Side& side = source.side();
+  const int first = step * Shape::kTileTokens, unit_of_row = source.thread % kLanesOfRow;
+  const int own = source.thread / kLanesOfRow, c = unit_of_row * kChunk;
+  const uint8_t* const from =
+      code_row(side, source.laps.slot(source.b, first), source.h, source.laps.row(first) + own) + 2 * c;
+  uint32_t words[kItems][4];
+  for_all<kItems>([&](int i) {
+    const bool is_held = c < side.head_dim && source.is_seen(first + own + i * kRowsOfPass);
+    load_words_if<16>(is_held, from + i * kRowsOfPass * side.codes_stride_t, words[i]);
+  });
+  const bool is_half = side.dense_dtype == Dtype::fp16;
+  const auto number_of = [&](uint32_t bits) { return is_half ? half_to_float(bits) : __uint_as_float(bits << 16); };
+  // Magnitudes of 16-bit numbers are in the order of their bits; those that are not finite are above all others.
+  const uint32_t infinity = is_half ? 0x7c00 : 0x7f80;
+  uint32_t most = 0;
+  for_all<kItems, 4>([&](int i, int k) { most = __vmaxu2(most, words[i][k] & 0x7fff7fff); });
+  const auto finite_bound = [&] {
+    uint32_t finite = 0;
+    for_all<kItems, 4, 2>([&](int i, int k, int half) {
+      const uint32_t bits = words[i][k] >> (16 * half) & 0x7fff;
+      finite = max(finite, bits < infinity ? bits : 0);
+    });
+    return magnitude_of(number_of(finite));
+  };
+  bool is_finite;
+  const uint32_t bound = magnitude_of(number_of(max(most & 0xffff, most >> 16)));
+  const float unit = source.find_exponent(bound, finite_bound, kTileBits, 0, is_finite);
+  if (!kIsKey && !is_finite) source.clear_bad(0);
+  for_all<kItems>([&](int i) {
+    const int row = own + i * kRowsOfPass;
+    uint32_t halves[4];
+    for_all<4>([&](int k) {
+      uint32_t pair = words[i][k];
+      if (!kIsKey && !is_finite) {
+        for_all<2>([&](int half) {
+          if ((pair >> (16 * half) & 0x7fff) < infinity) return;
+          source.note_bad(0, row);
+          pair &= half == 0 ? 0xffff0000 : 0xffff;
+        });
+      }
+      halves[k] = pack_halves(number_of(pair & 0xffff) * unit, number_of(pair >> 16) * unit);
+    });
+    *reinterpret_cast<uint4*>(source.tile(0) + unit_at(Shape::kTileTokens, row, unit_of_row)) = {
+        halves[0], halves[1], halves[2], halves[3]};
+  });
+}
+
+template <class Shape, bool kIsKey>
+__device__ __forceinline__ void fill_slot(const DecodeParams& params, const DecodePlan& plan, float* workspace,
+                                          unsigned char* memory, int slot) {
+  using Tables = FillTables<Shape, 1>;
+  Segment segment = {};
+  segment.b = plan.first_b + blockIdx.z, segment.h = plan.first_h + blockIdx.y;
+  const Bounds bounds(params, plan, segment.b);
+  const Span span = whole_span(params, plan, bounds);
+  const int step = step_of<Shape::kTileTokens>(span.begin) + slot;
+  // A sequence without tokens has one tile, of zeros: thread blocks that attend have at least one step.
+  if (step > step_of<Shape::kTileTokens>(max(span.end - 1, 0))) return;
+  Tables& tables = *reinterpret_cast<Tables*>(memory + Shape::kTileBytes);
+  const int thread = threadIdx.x;
+  const TileSource<Shape, kIsKey, Tables> source{params, plan,   segment,   span,  bounds,
+                                                 memory, tables, workspace, thread};
+  if (source.is_dense(step)) return;  // fill_dense fills it
+  if (source.side().storage == Storage::none) {
+    fill_plain(source, step);
+  } else {
+    with_filler(source, [&](auto&& filler) { filler.fill(step); });
+  }
+  show_to_products();
+  __syncthreads();
+  if (thread > 0) return;
+  const TilePlaces<Shape> places(plan, workspace, kIsKey);
+  store_bulk(places.tiles + int64_t{slot} * Shape::kTileBytes, source.tile(0), Shape::kTileBytes);
+  store_bulk(places.notes + slot, &source.notes(0), sizeof(TileNotes));
+  wait_for_bulk_stores();
+}
+
+// Each thread block fills one tile, of keys or of values.
+template <class Shape>
+__global__ void __launch_bounds__(kFillThreads, kFillCtas)
+    fill_scratch(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens,
+                 const __grid_constant__ DecodePlan plan, float* workspace) {
+#if KVQ_HAS_WGMMA
+  extern __shared__ __align__(kSwizzleBytes) unsigned char memory[];
+  wait_for_launch_before();
+  start_launch_behind();
+  const int slot = blockIdx.x;
+  if (slot < plan.scratch_tiles) {
+    fill_slot<Shape, true>(params, plan, workspace, memory, slot);
+  } else {
+    fill_slot<Shape, false>(params, plan, workspace, memory, slot - plan.scratch_tiles);
+  }
+#endif
+}
+
+// Copies the tiles of a thread block's steps to shared memory. One thread calls this.
+template <class Shape>
+__device__ __forceinline__ void copy_tiles(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
+                                           float* workspace, unsigned char* memory, ChunkTables<Shape>& tables,
+                                           int first_step, int last_step, int stride) {
+  const int first = step_of<Shape::kTileTokens>(whole_span(params, plan, bounds).begin);
+  const TilePlaces<Shape> keys(plan, workspace, true), values(plan, workspace, false);
+  const auto copy = [&](const TilePlaces<Shape>& from, int side, int stage, int slot, unsigned char* to) {
+    Barrier& filled = tables.filled[side][stage];
+    filled.arrive_and_expect(Shape::kTileBytes + sizeof(TileNotes));
+    copy_bulk(to + stage * Shape::kTileBytes, from.tiles + int64_t{slot} * Shape::kTileBytes, Shape::kTileBytes,
+              filled);
+    copy_bulk(&tables.notes[side][stage], from.notes + slot, sizeof(TileNotes), filled);
+  };
+  TileSteps<Shape::kKeyStages> key_steps{first_step, last_step, stride};
+  TileSteps<Shape::kValueStages> value_steps{first_step, last_step, stride};
+#pragma unroll 1
+  while (key_steps.has_more()) {
+    // Rows that see no token have step 0, of which nothing is used: any tile serves.
+    const int slot = min(max(key_steps.step - first, 0), plan.scratch_tiles - 1);
+    key_steps.wait_until_empty(tables.emptied[0]);
+    copy(keys, 0, key_steps.stage(), slot, memory + Shape::kKeysAt);
+    value_steps.wait_until_empty(tables.emptied[1]);
+    copy(values, 1, value_steps.stage(), slot, memory + Shape::kValuesAt);
+    key_steps.advance(), value_steps.advance();
+  }
+}
+
+}  // namespace hf_kvquant::cuda
