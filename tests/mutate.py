@@ -1457,6 +1457,21 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "csrc/cuda/chunk/scratch.cuh",
+        (
+            "segment.b = plan.first_b + blockIdx.z",
+            "segment.b = blockIdx.z",
+            "every slice has the tiles of the first sequences",
+            "chunk_scratch",
+        ),
+        (
+            "step_of<Shape::kTileTokens>(span.begin) + slot;",
+            "slot;",
+            "with a window, the scratch has the first tiles of the sequence",
+            "chunk_scratch",
+        ),
+    ),
+    *of(
         "csrc/cuda/plan/choose.cpp",
         (
             "side.head_dim / side.num_groups % kGroupChannels == 0",

@@ -1,9 +1,10 @@
 // Attention of many new tokens over codes, on the tensor cores of compute capability 9.0: 128 query rows of a key-value
 // head share each tile of keys and values, so that codes are unpacked once for all of them.
 //
-// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each. As in FlashAttention-3 (Shah et al. 2024),
-// the products of one tile with keys and of the tile before with values run beside the softmax. schedule.cuh cuts units
-// into thread blocks as for few rows; a step is a tile, and thread blocks take steps in turn.
+// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each. For long chunks a launch before fills all
+// tiles, and one thread copies them (scratch.cuh). As in FlashAttention-3 (Shah et al. 2024), the products of one tile
+// with keys and of the tile before with values run beside the softmax. schedule.cuh cuts units into thread blocks as
+// for few rows; a step is a tile, and thread blocks take steps in turn.
 //
 // Softmax. Scores are in log2 units. P' = 2^(score + exponent of the values - shift), rounded to float16. A shift is
 // raised only when P' would exceed 2^15, and the largest P' is 2^7 then. float16 keeps its precision down to 2^-14.

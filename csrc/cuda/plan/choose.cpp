@@ -16,8 +16,8 @@ constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
 constexpr int kMinChunkRows = 65, kMinChunkRowsOfShort = 128, kShortCapacity = 8192;
 constexpr int kUnitChannels = 16;  // that a thread of it takes at a time
 
-// Whether long chunks read tiles from a scratch that a launch before fills (chunk/scratch.cuh), from how many query rows
-// of a key-value head on, and how large the scratch may be: 16k tokens of eight heads of 128 channels.
+// Whether long chunks read tiles from a scratch that a launch before fills (chunk/scratch.cuh), from how many query
+// rows of a key-value head on, and how large it may be: 16k tokens of eight heads of 128 channels.
 constexpr bool kHasScratch = true;
 constexpr int kMinScratchRows = 2048;
 constexpr int64_t kMaxScratchBytes = int64_t{64} << 20;

@@ -78,7 +78,8 @@ Cut fastest_cut(const AttendKernel& kernel, const Device& device, int64_t num_un
 
 int64_t fastest_chunk_splits(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps) {
   const ArchSpec arch = arch_of(device.capability, device.num_multiprocessors);
-  const double tile = (kernel.fill_scratch == nullptr ? arch.tile : arch.copied_tile) * kernel.step_tokens * kernel.head_dim / (128 * 128);
+  const double tile = (kernel.fill_scratch == nullptr ? arch.tile : arch.copied_tile) * kernel.step_tokens *
+                      kernel.head_dim / (128 * 128);
   const auto time = [&](int64_t splits) {
     const auto waves = static_cast<double>((num_units * splits + device.num_multiprocessors - 1) /
                                            device.num_multiprocessors);

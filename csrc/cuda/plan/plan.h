@@ -17,8 +17,8 @@ AttendKernel choose_kernel(const DecodeParams& params);
 // The same for many query rows; where its `function` is nullptr, choose_kernel chooses.
 AttendKernel choose_chunk_kernel(const DecodeParams& params);
 
-// The scratch that a chunk kernel reads its tiles from: tiles of a side of a sequence and head, and of how many heads it
-// may hold the tiles at a time, all sequences' together. 0: it does not fit.
+// The scratch that a chunk kernel reads its tiles from: tiles of a side of one sequence and head, and of how many heads
+// it may hold the tiles at a time, those of all sequences together. 0: it does not fit.
 struct Scratch {
   int tiles, most_heads;
 };
