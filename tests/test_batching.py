@@ -651,7 +651,8 @@ def assert_is_near_tie(model: Any, prompt: list[int], ours: list[int], own: list
     differ = [index for index, (a, b) in enumerate(zip(ours, own, strict=True)) if a != b]
     if differ:
         ids = torch.tensor([[*prompt, *own[: differ[0]]]], device=model.device)
-        logits = model(ids).logits[0, -1].float()
+        with torch.no_grad():
+            logits = model(ids).logits[0, -1].float()
         gap = float((logits[own[differ[0]]] - logits[ours[differ[0]]]).abs())
         assert gap <= 2**-5 * float(logits.abs().max()), f"token {differ[0]} of {prompt}"
 

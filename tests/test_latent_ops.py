@@ -227,13 +227,15 @@ def test_what_gpu_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpu_kernels_serve() -> None:
     """What is meant to run a kernel does so: the reference would pass every other test."""
     for (rank, rope), formats in itertools.product(((512, 64), (256, 32)), ON_GPUS):
-        case = latent_case(formats, rank, rope, num_q_per_kv=4)
+        case = latent_case(formats, rank, rope, dtype=torch.bfloat16, num_q_per_kv=4)
         planes = [clone(filled(case, side), "cuda") for side in range(2)]
         operands = ops.Operands(*planes, case.layout)
         assert operands.serves_latent(torch.bfloat16) and not operands.serves_latent(torch.float32)
+        # Dense rope parts are multiplied as they are.
+        assert operands.serves_latent(torch.float16) == formats[1].is_quantized
         with pytest.raises(REFUSED, match="attend_latent: the cache must be int8, fp8 or int4 latents"):
             torch_ops.attend_latent.default(
-                given(case, rank + rope).cuda(),
+                given(case, rank + rope).float().cuda(),
                 *(side.tensors() for side in planes),
                 case.lengths_tensor().cuda(),
                 None,

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,14 @@ TINY = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
+
+
+@pytest.fixture(autouse=True)
+def precision() -> Iterator[None]:
+    """Training multiplies in TF32, and other tests must not."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture
