@@ -1,6 +1,7 @@
 """Attention of many new tokens over a cache on a GPU: every preset against PyTorch's attention in bf16.
 
     python evals/bench_chunks.py --output evals/results/chunks.json
+    python evals/bench_chunks.py --least-new 1024 --presets none int8 int4 --output evals/results/chunks_long.json
     python evals/bench_chunks.py --pages --presets none int8 int4 int4-channel int4-token int4-g32 k8v4 fp8 \
         --output evals/results/chunks_pages.json
 
@@ -13,6 +14,7 @@ attend to unquantised keys and values:
   computes a little more than it would have to.
 - `fa2` and, on Hopper, `fa3`: FlashInfer's kernels of these generations, causal at the end, if the package is
   installed. It compiles them at first use, which takes minutes. Its planning is not timed.
+- `fa3-fwd`: FlashAttention-3 of the package of this name, causal at the end, if it is installed.
 
 With `--pages` there are no peers. Each preset is measured twice, over sequences that lie side by side and over pages in
 random order, as in continuous batching.
@@ -83,6 +85,7 @@ def peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
             query, keys[i], values[i], None, True, 0.0, False, False
         ),
         **flashinfer_peers(query, keys, values),
+        **fa3_peer(query, keys, values),
     }
 
 
@@ -109,6 +112,18 @@ def flashinfer_peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
 
     is_hopper = torch.cuda.get_device_capability(DEVICE)[0] == 9
     return {backend: form(backend) for backend in (("fa2", "fa3") if is_hopper else ("fa2",))}
+
+
+def fa3_peer(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
+    """FlashAttention-3, likewise; empty without the package."""
+    try:
+        from fa3_fwd_interface import flash_attn_func
+    except ImportError:
+        return {}
+    _, batch, num_kv_heads, length, head_dim = keys.shape
+    rows = query.view(batch, -1, query.shape[1], head_dim)
+    key_rows, value_rows = (x.view(-1, batch, length, num_kv_heads, head_dim) for x in (keys, values))
+    return {"fa3-fwd": lambda i: flash_attn_func(rows, key_rows[i], value_rows[i], causal=True)}
 
 
 def check(
@@ -251,6 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--presets", nargs="+", choices=sorted(PRESETS), default=DEFAULT_PRESETS)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--least-new", type=int, default=1, help="leave out cases with fewer new tokens")
     parser.add_argument(
         "--pages", action="store_true", help="compare pages with sequences side by side, not with peers"
     )
@@ -260,9 +276,11 @@ def main() -> None:
         raise SystemExit("bench_chunks: needs a GPU and an extension built with CUDA.")
     started = time.perf_counter()
     torch.manual_seed(0)
-    results: dict[str, Any] = {**card(), **gpu_card(), "peer_versions": {} if arguments.pages else peer_versions()}
+    results: dict[str, Any] = {**card(), **gpu_card(), "peer_versions": {} if arguments.pages else peer_versions("fa3-fwd")}
     results |= {"head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
     for batch, length, num_new in CASES:
+        if num_new < arguments.least_new:
+            continue
         shape = Shape(batch, NUM_Q_HEADS, NUM_KV_HEADS, arguments.head_dim, length)
         results["cases"].append(measure(shape, num_new, arguments.presets, is_paged=arguments.pages))
         torch.cuda.empty_cache()

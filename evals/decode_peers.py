@@ -199,10 +199,10 @@ PEERS: dict[str, Callable[[Shape], Iterable[Peer]]] = {
 }
 
 
-def peer_versions() -> dict[str, str | None]:
-    """Versions of the packages that peers come from; `None` for one that is missing."""
+def peer_versions(*more: str) -> dict[str, str | None]:
+    """Versions of the packages that peers come from, and of others; `None` for one that is missing."""
     versions: dict[str, str | None] = {}
-    for package in PEERS:
+    for package in (*PEERS, *more):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

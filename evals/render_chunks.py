@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decode_cases import thousands
-from parts import Part, Results, Row, Table, Text, of, origin
+from parts import Cell, Part, Results, Row, Table, Text, of, origin
 
 # The columns and their headings, in order, of those that were measured. Names are those of bench_chunks.py.
 KERNELS = {
@@ -11,12 +11,16 @@ KERNELS = {
     "cudnn": "cuDNN, bf16",
     "fa2": "FlashInfer FA2, bf16",
     "fa3": "FlashInfer FA3, bf16",
+    "fa3-fwd": "FA3, bf16",
+    "none": "`none`",
     "int8": "`int8`",
     "int4": "`int4`",
 }
 COMPARED = ("int8", "int4")
 # From so many new tokens on, the kernel for chunks attends in each case.
 MANY = 32
+# From so many on, in most models, tiles of long chunks are filled once. They are measured in a run of their own.
+LONG = 1024
 
 
 def case_name(case: Row) -> str:
@@ -24,9 +28,9 @@ def case_name(case: Row) -> str:
     return f"{case['batch']} x {thousands(case['length'])} + {case['num_new']:,}"
 
 
-chunk_table = Table(
-    "cases",
-    lambda results: {
+def columns(results: Results) -> dict[str, Cell]:
+    """Those of what was measured."""
+    return {
         "batch x context + new tokens": case_name,
         **{
             f"{heading}, µs": of("us", f"{{{name}:,.0f}}")
@@ -34,8 +38,11 @@ chunk_table = Table(
             if name in results["cases"][0]["us"]
         },
         **{f"{KERNELS[name]} against bf16": of("speedup", f"{{{name}:.2f}}x") for name in COMPARED},
-    },
-)
+    }
+
+
+chunk_table = Table(lambda results: [case for case in results["cases"] if case["num_new"] < LONG], columns)
+long_table = Table("cases", columns)
 caption = Text(
     "Many new tokens at once, as in a chunk of a prompt, a chat's next turn or a check of proposed tokens: attention "
     "of one layer with 32 query and 8 key-value heads of {head_dim}. The context includes the new tokens. Ours reads "
@@ -45,6 +52,10 @@ caption = Text(
     flashinfer=lambda results: (
         f"flashinfer {version}, " if (version := results["peer_versions"]["flashinfer-python"]) else ""
     ),
+)
+long_caption = Text(
+    "The same for long chunks. FA3 is the package fa3-fwd {peer_versions.fa3-fwd}. {gpu}, torch {torch}, {date:day}, "
+    "`evals/results/chunks_long.json`."
 )
 
 
@@ -69,5 +80,6 @@ pages_sentence = Text(
 )
 PARTS = (
     Part("chunks", ("chunks",), (chunk_table, caption)),
+    Part("chunks-long", ("chunks_long",), (long_table, long_caption)),
     Part("chunks-pages", ("chunks_pages",), (pages_sentence,)),
 )

@@ -338,7 +338,7 @@ def chunk_results() -> dict[str, Any]:
     """A results file of bench_chunks.py with one case."""
     us = {"flash": 1511.4, "cudnn": 799.0, "fa3": 850.0, "int8": 1145.0, "int4": 710.0, "fp8": 1200.0}
     speedup = {"int8": 0.698, "int4": 1.125, "fp8": 0.666}
-    case = {"batch": 1, "length": 32768, "num_new": 1024, "us": us, "speedup": speedup}
+    case = {"batch": 1, "length": 32768, "num_new": 256, "us": us, "speedup": speedup}
     card = {"gpu": "Some GPU", "torch": "2.11.0", "date": "2026-11-24 10:00 UTC", "head_dim": 128}
     return {**card, "peer_versions": {"flashinfer-python": "0.7.2"}, "cases": [case]}
 
@@ -348,8 +348,13 @@ def test_chunk_table(renderer: ModuleType) -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     peers = ["flash, bf16, µs", "cuDNN, bf16, µs", "FlashInfer FA3, bf16, µs"]
     assert rows[0][1:6] == [*peers, "`int8`, µs", "`int4`, µs"]
-    assert rows[2:] == [["1 x 32k + 1,024", "1,511", "799", "850", "1,145", "710", "0.70x", "1.12x"]]
+    assert rows[2:] == [["1 x 32k + 256", "1,511", "799", "850", "1,145", "710", "0.70x", "1.12x"]]
     assert "Some GPU, torch 2.11.0, flashinfer 0.7.2, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
+    results = chunk_results()
+    results["cases"][0]["num_new"], results["peer_versions"] = 1024, {"fa3-fwd": "0.0.3"}
+    assert len(renderer.render_chunks.chunk_table(results).splitlines()) == 2  # the other run has these
+    assert "| 1 x 32k + 1,024 | 1,511 |" in renderer.render_chunks.long_table(results)
+    assert "fa3-fwd 0.0.3" in renderer.render_chunks.long_caption(results)
 
 
 def test_chunk_pages_sentence(renderer: ModuleType) -> None:
@@ -471,7 +476,7 @@ def test_parts_of_results_that_may_be_missing(
     assert {name for name in before if before[name] == "Not measured yet."} >= names
     assert {name for name in before if before[name] != after[name]} == {*names, "summary"}
     assert "In continuous batching" in after["summary"] and "In continuous batching" not in before["summary"]
-    assert "1 x 32k + 1,024" in after["chunks"] and "`evals/results/chunks.json`" in after["chunks"]
+    assert "1 x 32k + 256" in after["chunks"] and "`evals/results/chunks.json`" in after["chunks"]
     assert "transformers, static" in after["scenarios"] and "`evals/results/scenarios.json`" in after["scenarios"]
 
 
