@@ -211,11 +211,11 @@ def test_snapshots_that_one_prompt_has_use_of_give_way_first() -> None:
     with patched(long("qwen3_next"), "int8") as model, managed(model, num_blocks=64) as manager:
         cache = manager.batch_processor.cache
         page_of = {}
-        for name, is_shared in (("own", False), ("shared", True), ("ended", True)):
+        for name, shared in (("own", None), ("shared", 1), ("ended", 2)):
             prompt = text(PAGE + 5, len(name))
             state = RequestState(request_id=name, initial_tokens=prompt, max_new_tokens=5)
             assert cache.search_prefix_match(name, prompt) == 0
-            cache.snapshots.wish(name, {PAGE: is_shared})
+            cache.snapshots.wish(name, {PAGE: shared})
             assert cache.can_store_request_tokens(state, len(prompt))
             assert cache.snapshots.next_border(name, 0) == PAGE
             state.position_offset = PAGE
@@ -239,7 +239,7 @@ def test_without_memory_there_is_no_snapshot() -> None:
         cache = manager.batch_processor.cache
         state = RequestState(request_id="a", initial_tokens=text(PAGE + 5), max_new_tokens=5)
         assert cache.can_store_request_tokens(state, PAGE + 5)
-        cache.snapshots.wish("a", {PAGE: True})
+        cache.snapshots.wish("a", {PAGE: 1})
         held = []
         while (slot := cache.states.take()) is not None:
             held.append(slot)
@@ -331,15 +331,36 @@ def test_states_are_copied_before_the_next_step_is_known_to_be_over() -> None:
         check_all_is_free(cache)
 
 
-def test_two_requests_that_make_the_same_snapshot_keep_one() -> None:
+def test_one_of_several_prompts_goes_to_a_border() -> None:
+    """The others that come with it are cut nowhere."""
     with patched(long("qwen3_next"), "none") as model:
         expected = [alone(model, prompt) for prompt in with_tails(4)]
-        with managed(model, num_blocks=48, max_batch_tokens=1200) as manager:
+        with managed(model, num_blocks=48, max_batch_tokens=1200) as manager, chunks(manager) as steps:
             cache = manager.batch_processor.cache
             answers(manager, [[*PREFIX, 7]])
             assert answers(manager, with_tails(4)) == expected
-            assert len(cache.snapshots) == 1
+            assert len(cache.snapshots) == 1 and len(steps) == 1 + 5
             check_all_is_free(cache)
+
+
+def test_two_requests_that_make_the_same_snapshot_keep_one() -> None:
+    """Who comes first to a border does not know yet that another will have it."""
+    with patched(long("qwen3_next"), "int8") as model, managed(model, num_blocks=64) as manager:
+        cache, prompt = manager.batch_processor.cache, text(PAGE + 5)
+        states = [RequestState(request_id=name, initial_tokens=prompt, max_new_tokens=5) for name in "ab"]
+        for state in states:
+            cache.snapshots.wish(state.request_id, {PAGE: None})
+            assert cache.can_store_request_tokens(state, len(prompt))
+            state.position_offset = PAGE
+            cache.snapshots.take(state.request_id, PAGE)
+        assert len(cache.snapshots) == 2
+        for state in states:
+            cache.mark_complete_blocks(state, {"full_attention": 1})
+        assert len(cache.snapshots) == 1
+        ((page_hash, snapshot),) = cache.snapshots._kept.items()
+        assert snapshot.shared == page_hash
+        cache.free_all_requests()
+        check_all_is_free(cache)
 
 
 @on_a_gpu

@@ -475,12 +475,13 @@ class PagedCache(PagedAttentionCache):
         count = self.snapshots.num_covered(hashes)
         if count and not self.snapshots.give(hashes[count - 1], request_id):
             return 0
-        borders = {}
+        borders: dict[int, int | None] = {}
         if num_tokens - count * page > self.max_batch_tokens:
             # Where the last tokens must be computed, and the pages before have their codes.
-            borders[min((num_tokens - 1) // page, self.allocator.num_complete(num_tokens)) * page] = False
-        borders[len(blocks) * page] = True
-        self.snapshots.wish(request_id, {at: is_shared for at, is_shared in borders.items() if at > count * page})
+            borders[min((num_tokens - 1) // page, self.allocator.num_complete(num_tokens)) * page] = None
+        if hashes:
+            borders[len(hashes) * page] = hashes[-1]
+        self.snapshots.wish(request_id, {at: shared for at, shared in borders.items() if at > count * page})
         if count:
             logger.debug("found the states after %d tokens for request %s", count * page, request_id)
             self.allocator.acquire_prefix_blocks(request_id, count * page, blocks[:count])

@@ -34,11 +34,11 @@ class Snapshot:
 
     Attributes:
         slot: Which holds them.
-        is_shared: Whether several prompts had this prefix.
+        shared: The hash of the last page before it, if several prompts had that; else `None`.
     """
 
     slot: int
-    is_shared: bool
+    shared: int | None
 
 
 class Snapshots:
@@ -63,7 +63,7 @@ class Snapshots:
         self.stream: torch.cuda.Stream | None = None
         self._kept: dict[int, Snapshot] = {}  # by hash of the last page, the least recently used one first
         self._made: dict[str, dict[int, Snapshot]] = {}  # of requests, by tokens
-        self._borders: dict[str, dict[int, bool]] = {}  # of requests: tokens, and whether another prompt had them
+        self._borders: dict[str, dict[int, int | None]] = {}  # of requests, by tokens: as `Snapshot.shared`
 
     def __len__(self) -> int:
         return len(self._kept) + sum(map(len, self._made.values()))
@@ -82,22 +82,27 @@ class Snapshots:
         if slot is None:
             return False
         snapshot = self._kept[page_hash] = self._kept.pop(page_hash)
-        snapshot.is_shared = True
+        snapshot.shared = page_hash
         self._slots.block_table[request_id] = [slot]
         self._copy(snapshot.slot, slot)
         self.num_hits += 1
         return True
 
-    def wish(self, request_id: str, borders: Mapping[int, bool]) -> None:
-        """Note where a request's steps are to end.
+    def wish(self, request_id: str, borders: Mapping[int, int | None]) -> None:
+        """Note where a request's steps are to end, in place of what was noted before.
+
+        A border that another request is on its way to is left out: one snapshot of it is enough.
 
         Args:
             request_id: Whose they are.
-            borders: Numbers of its tokens, and whether another prompt has them, too. What was noted before is replaced.
+            borders: By number of its tokens: the hash of the page that ends there if another prompt had it, or `None`.
         """
         self._borders.pop(request_id, None)
-        if borders:
-            self._borders[request_id] = dict(borders)
+        under_way = {shared for others in self._borders.values() for shared in others.values()}
+        under_way |= {made.shared for others in self._made.values() for made in others.values()}
+        found = {at: shared for at, shared in borders.items() if shared is None or shared not in under_way}
+        if found:
+            self._borders[request_id] = found
 
     def next_border(self, request_id: str, held: int) -> int | None:
         """Where a step of a request must end at the latest that begins with `held` tokens; `None` if anywhere."""
@@ -129,7 +134,7 @@ class Snapshots:
             snapshot, before = made.pop(held), self._kept.pop(page_hash, None)
             if before is not None:  # two requests were under way at once
                 self._free(snapshot)
-                before.is_shared = True
+                before.shared = page_hash
             self._kept[page_hash] = before or snapshot
         if not made:
             self._made.pop(request_id, None)
@@ -155,7 +160,7 @@ class Snapshots:
 
     def drop_idle(self, pages: Collection[int]) -> bool:
         """Free those, too, that only one prompt had. Returns whether there was one."""
-        return self._drop([each for each, kept in self._kept.items() if each not in pages or not kept.is_shared])
+        return self._drop([each for each, kept in self._kept.items() if each not in pages or kept.shared is None])
 
     def clear(self) -> bool:
         """Free all, also those that requests are about to make. Returns whether there was one."""
