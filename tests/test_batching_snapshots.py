@@ -234,6 +234,18 @@ def test_snapshots_that_one_prompt_has_use_of_give_way_first() -> None:
         check_all_is_free(cache)
 
 
+def test_the_last_border_is_one_whose_pages_have_codes() -> None:
+    """A later prompt would not find the page that the dense window is still in."""
+    page, config = 1152, {"preset": "int4-channel", "residual_length": 28}
+    with patched(long("lfm2"), config) as model, managed(model, page_size=page) as manager:
+        cache = manager.batch_processor.cache
+        borders = []
+        for num_tokens in (1179, 1180, 2 * page + 27, 2 * page + 28):
+            assert cache.search_prefix_match("a", text(num_tokens)) == 0
+            borders.append(cache.snapshots.next_border("a", 0))
+        assert borders == [None, page, page, 2 * page]
+
+
 def test_without_memory_there_is_no_snapshot() -> None:
     with patched(long("qwen3_next"), "int8") as model, managed(model, num_blocks=64) as manager:
         cache = manager.batch_processor.cache
@@ -261,11 +273,23 @@ def test_requests_that_starve(monkeypatch: pytest.MonkeyPatch, name: str, cpu_of
     prompts = [[*text(PAGE), *text(PAGE - 4 - i, seed=i + 1)] for i in range(6)]
     with patched(long(name), "none") as model:
         expected = [alone(model, prompt, 12) for prompt in prompts]
-        options = {"num_blocks": scarce(model) + 6, "max_batch_tokens": 512, "cpu_offload_space": cpu_offload_space}
+        options = {"num_blocks": scarce(model) + 2, "max_batch_tokens": 512, "cpu_offload_space": cpu_offload_space}
         with managed(model, 12, **options) as manager:
+            processor, given_way, restored = manager.batch_processor, [], set()
+            offload = processor.offloading_manager._offload_to_cpu
+
+            def noted(victims: list[RequestState], tables: Any) -> set[str]:
+                found: set[str] = offload(victims, tables)
+                given_way.extend(victims)
+                restored.update(found)
+                return found
+
+            processor.offloading_manager._offload_to_cpu = noted
             assert answers(manager, prompts) == expected
             assert answers(manager, prompts) == expected
-            check_all_is_free(manager.batch_processor.cache)
+            assert given_way and bool(restored) == (cpu_offload_space > 0)
+            assert processor.cache.snapshots.num_hits
+            check_all_is_free(processor.cache)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -66,7 +66,7 @@ class Snapshots:
         self._borders: dict[str, dict[int, int | None]] = {}  # of requests, by tokens: as `Snapshot.shared`
 
     def __len__(self) -> int:
-        return len(self._kept) + sum(map(len, self._made.values()))
+        return len(self._kept) + sum(map(len, list(self._made.values())))  # also asked for by other threads
 
     def num_covered(self, hashes: Sequence[int]) -> int:
         """Pages before the last border with a snapshot.
