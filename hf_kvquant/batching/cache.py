@@ -393,8 +393,9 @@ class PagedCache(PagedAttentionCache):
         for each in self.cache_allocators.values():
             each.register_cache_tensor(self.bytes_per_sector, num_bytes, self.cache_tensor, self.pool)
         self.use_prefix_sharing = self.allow_block_sharing
-        is_kept = self.states is not None and self.use_prefix_sharing
-        self.snapshots = Snapshots(self.states) if self.states is not None and is_kept else None
+        self.snapshots: Snapshots | None = None
+        if self.states is not None and self.use_prefix_sharing:
+            self.snapshots = Snapshots(self.states)
         # Nothing is gathered before it is attended to, so a batch may read any number of tokens, none of them through
         # the index that transformers would keep for this many.
         self.read_cache_limit, self.max_tokens_read = 0, 1

@@ -48,7 +48,6 @@ class Snapshots:
 
     Args:
         slots: Where they come from.
-        most: How many there may be; as `SHARE` allows by default.
 
     Attributes:
         most: How many there may be.
@@ -56,9 +55,8 @@ class Snapshots:
         stream: On which forwards run, and so copies; `None` for the current one.
     """
 
-    def __init__(self, slots: StateAllocator, most: int | None = None) -> None:
-        self._slots = slots
-        self.most = max(1, int(SHARE * slots.num_blocks)) if most is None else most
+    def __init__(self, slots: StateAllocator) -> None:
+        self._slots, self.most = slots, max(1, int(SHARE * slots.num_blocks))
         self.num_hits = 0
         self.stream: torch.cuda.Stream | None = None
         self._kept: dict[int, Snapshot] = {}  # by hash of the last page, the least recently used one first
