@@ -183,6 +183,20 @@ def test_slots_come_back(preset: Any) -> None:
             check_all_is_free(cache)
 
 
+def test_what_nobody_can_find_ends_with_its_request() -> None:
+    """A request is cancelled when its states have been copied, and its page is not known to others yet."""
+    with patched(long("qwen3_next"), "int8") as model, managed(model, num_blocks=64) as manager:
+        cache = manager.batch_processor.cache
+        state = RequestState(request_id="a", initial_tokens=text(PAGE + 5), max_new_tokens=5)
+        cache.snapshots.wish("a", {PAGE: None})
+        assert cache.can_store_request_tokens(state, PAGE + 5)
+        cache.snapshots.take("a", PAGE)
+        assert len(cache.snapshots) == 1
+        cache.free_blocks("a")
+        assert len(cache.snapshots) == 0
+        check_all_is_free(cache)
+
+
 def test_memory_of_snapshots_is_there_for_requests() -> None:
     """A request may fill all pages, also when several prompts have begun like it."""
     prefix = text(PAGE)
