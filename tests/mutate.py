@@ -211,6 +211,39 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/batching/snapshots.py",
+        (
+            "self._kept[page_hash] = self._kept.pop(page_hash)",
+            "self._kept[page_hash]",
+            "what is used most goes first",
+            "batching_snapshots",
+        ),
+        (
+            "if len(self) < self.most else None",
+            "",
+            "snapshots take all memory",
+            "batching_snapshots",
+        ),
+        (
+            "if each not in pages or kept.shared is None]",
+            "if each not in pages]",
+            "requests wait for memory that states of a single prompt take",
+            "batching_snapshots",
+        ),
+        (
+            "        for snapshot in self._made.pop(request_id, {}).values():",
+            "        for snapshot in ():",
+            "slots leak when requests are cancelled on their way",
+            "batching_snapshots",
+        ),
+        (
+            "            self._copy(self._slots.slot_of(request_id), slot)",
+            "            pass",
+            "requests go on from states that were never copied",
+            "batching_snapshots",
+        ),
+    ),
+    *of(
         "hf_kvquant/batching/state_layers.py",
         (
             "if any(torch.equal(outs[0], out) for out in outs[1:]):",
@@ -233,6 +266,18 @@ MUTATIONS = [
             "a state that comes back has taken its last token in twice",
             "batching_states",
         ),
+        (
+            "token_budget = min(token_budget, border - held)",
+            "pass",
+            "no step ends where states are to be kept",
+            "batching_snapshots",
+        ),
+        (
+            "return self._offload_requests() or snapshots.clear()",
+            "return self._offload_requests()",
+            "a request that needs all memory fails for a snapshot",
+            "batching_snapshots",
+        ),
     ),
     *of(
         "hf_kvquant/batching/memory.py",
@@ -252,10 +297,28 @@ MUTATIONS = [
     *of(
         "hf_kvquant/batching/cache.py",
         (
-            "self.allow_block_sharing and states is None",
-            "self.allow_block_sharing",
+            "if count and not self.snapshots.give(hashes[count - 1], request_id):",
+            "if count and not self.snapshots.num_covered(hashes):",
             "a request takes over a prefix without its state",
-            "batching_states",
+            "batching_snapshots",
+        ),
+        (
+            "            borders[len(hashes) * page] = hashes[-1]",
+            "            pass",
+            "prompts that begin alike never share what one step computes",
+            "batching_snapshots",
+        ),
+        (
+            "self.allocator.num_complete(num_tokens)) * page] = None",
+            "num_tokens) * page] = None",
+            "states are kept at the end of a page whose tokens have no codes yet",
+            "batching_snapshots",
+        ),
+        (
+            "super().mark_complete_blocks(state, {FULL_ATTENTION: min(count, most)})",
+            "super().mark_complete_blocks(state, dict.fromkeys(self.cache_allocators, min(count, most)))",
+            "the slot of a request counts as a page of its tokens",
+            "batching_snapshots",
         ),
         (
             "position * self.bytes_per_page, self.bytes_per_block",

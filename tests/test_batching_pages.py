@@ -272,14 +272,14 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
     own = {
         "Manager": {"_restore_attention", "_leave_model"},
         "Processor": {"_add_if_it_fits", "_taken_with_logprobs", "_end_outgrown", "_wait_for_device", "look_at_model"}
-        | {"_offload_without_those_in_flight"},
+        | {"_offload_without_those_in_flight", "_offload_or_drop_snapshots", "_schedule_to_border"},
         "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs", "grammars"}
         | {"_decode_group", "_request_of"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages", "_sectors_of"}
         | {"pages_of_a_state", "most_requests"},
-        "StateAllocator": {"slot_of", "read_trash_slot", "write_trash_slot"},
+        "StateAllocator": {"slot_of", "take", "copy_slot", "read_trash_slot", "write_trash_slot"},
         "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "num_marked", "_tokens_alone"}
-        | {"forget_pages"},
+        | {"forget_pages", "hash_at"},
         "PageMemory": {"_is_cpu", "_sectors_of"},
     }
     from hf_kvquant.batching.memory import PageMemory

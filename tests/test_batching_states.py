@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import types
 from typing import Any
@@ -451,24 +450,6 @@ def test_a_forward_of_somebody_else_is_called_and_comes_back() -> None:
     assert module.forward is own
     unwrap([module])
     assert module.forward is own
-
-
-def test_prefixes_are_not_shared_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    support.tell_nothing_is_shared.cache_clear()
-    prefix = text(PAGE)
-    prompts = [[*prefix, 7, 8, 9], [*prefix, 20, 21]]
-    with patched(long("qwen3_next"), "int4-token") as model, caplog.at_level(logging.WARNING, "hf_kvquant"):
-        expected = [alone(model, prompt) for prompt in prompts]
-        for _ in range(2):
-            with managed(model, max_batch_tokens=512) as manager:
-                found = [answers(manager, [prompt])[0] for prompt in prompts]
-                assert found == expected
-                assert not manager.batch_processor.cache.allocator.ledger.hash_to_block
-    told = [record.getMessage() for record in caplog.records if "do not share" in record.getMessage()]
-    assert told == [
-        "continuous batching: requests of Qwen3NextForCausalLM do not share the pages of equal prefixes, because its "
-        "layers with a state would need the state at the end of the prefix. Correct, slower where prompts begin alike."
-    ]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -387,7 +387,8 @@ def test_models_with_states(tmp_path: Path) -> None:
     with serving(folder) as running:
         assert running.generation.size == (
             "1,920 tokens of cache, up to 128 for each request; 16 pages of 128 tokens, in whose memory are states, "
-            "too: 0.01 MB for each request, as much as 0.33 pages, and up to 12 requests at once"
+            "too: 0.01 MB for each request, as much as 0.33 pages, and up to 12 requests at once; "
+            "the states of up to 6 prefixes are kept while there is memory"
         )
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             jobs = [pool.submit(running.complete, prompt=prompt, max_tokens=8) for prompt in prompts]
@@ -396,6 +397,7 @@ def test_models_with_states(tmp_path: Path) -> None:
         until(running.is_idle)
         found = running.metrics()
         assert (found["cache_states_used"], found["cache_states"], found["cache_pages"]) == (0, 12, 16)
+        assert found["cache_states_kept"] == 0  # all prompts are shorter than a page
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,7 +40,10 @@ from ..upstream.releases import DO_MODELS_UPDATE_PAGES
 from .batch import Group
 from .memory import PageMemory, zeros
 from .sinks import KeptSinks
+from .snapshots import Snapshots
 from .states import STATES, StateAllocator, StateLayout
+
+logger = logging.getLogger(__name__)
 
 # What transformers passes through the model besides `cache`. Here `PagedCache.groups` says all of it.
 OF_BATCHES = frozenset(PagedAttentionArgs.__annotations__)
@@ -184,6 +189,13 @@ class PageAllocator(FullAttentionCacheAllocator):
         unknown = (at for at, block in enumerate(blocks) if block not in self.ledger.block_to_hash)
         return next(unknown, len(blocks))
 
+    def hash_at(self, request_id: str, num_tokens: int) -> int | None:
+        """The hash of the block of a request that ends after `num_tokens` tokens; `None` if others do not find it."""
+        blocks = self.block_table.get(request_id, [])[int(request_id in self._with_tail) :]
+        at = num_tokens // int(self.tokens_per_page) - 1
+        found: int | None = self.ledger.block_to_hash.get(blocks[at]) if at < len(blocks) else None
+        return found
+
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """See `CacheAllocator`. Without its sinks, a block is not found."""
         blocks: list[int] = super().match_prefix_blocks(prompt_ids)
@@ -322,6 +334,7 @@ class PagedCache(PagedAttentionCache):
 
     Attributes:
         states: Gives out the slots for them; `None` likewise.
+        snapshots: States at the end of prefixes; `None` if no layer has a state, or nothing is shared.
         groups: The requests of the present forward.
         counters: Scratch of the ops. Layers share it, because they run one after the other.
 
@@ -379,8 +392,10 @@ class PagedCache(PagedAttentionCache):
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
         for each in self.cache_allocators.values():
             each.register_cache_tensor(self.bytes_per_sector, num_bytes, self.cache_tensor, self.pool)
-        # Who takes over pages of a prefix would need the states at its end. Forks have a copy of these.
-        self.use_prefix_sharing = self.allow_block_sharing and states is None
+        self.use_prefix_sharing = self.allow_block_sharing
+        self.snapshots: Snapshots | None = None
+        if self.states is not None and self.use_prefix_sharing:
+            self.snapshots = Snapshots(self.states)
         # Nothing is gathered before it is attended to, so a batch may read any number of tokens, none of them through
         # the index that transformers would keep for this many.
         self.read_cache_limit, self.max_tokens_read = 0, 1
@@ -442,6 +457,59 @@ class PagedCache(PagedAttentionCache):
     ) -> None:
         """Do nothing: the op finds tokens by their page, not by an index for each."""
 
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """See `PagedAttentionCache`. With states, a request takes over pages up to a border whose states are known.
+
+        Where it finds more pages than that, its steps will end at the border at their end, so that the next one finds
+        the states there. They end at the last border of a prompt that takes several steps, too.
+        """
+        if self.snapshots is None:
+            matched: int = super().search_prefix_match(request_id, prompt_ids)
+            return matched
+        # Requests that wait are asked for in every step, and hashes of long prompts take time.
+        needs = sum(each.needs_new_sectors(request_id, 0, 1) for each in self.cache_allocators.values())
+        if needs > self.pool.num_free_sectors:
+            return 0
+        page, num_tokens = int(self.allocator.tokens_per_page), len(prompt_ids)
+        blocks = self.allocator.match_prefix_blocks(prompt_ids)
+        hashes = [self.allocator.ledger.block_to_hash[block] for block in blocks]
+        count = self.snapshots.num_covered(hashes)
+        if count and not self.snapshots.give(hashes[count - 1], request_id):
+            return 0
+        borders: dict[int, int | None] = {}
+        if num_tokens - count * page > self.max_batch_tokens:
+            # Where the last tokens must be computed, and the pages before have their codes.
+            borders[min((num_tokens - 1) // page, self.allocator.num_complete(num_tokens)) * page] = None
+        if hashes:
+            borders[len(hashes) * page] = hashes[-1]
+        self.snapshots.wish(request_id, {at: shared for at, shared in borders.items() if at > count * page})
+        if count:
+            logger.debug("found the states after %d tokens for request %s", count * page, request_id)
+            self.allocator.acquire_prefix_blocks(request_id, count * page, blocks[:count])
+        return count * page
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """See `PagedAttentionCache`. A snapshot of states goes with its pages."""
+        super().free_blocks(request_id, no_cache)
+        if self.snapshots is not None:
+            self.snapshots.end(request_id)
+            if no_cache:
+                self.snapshots.drop_lost(self.allocator.ledger.hash_to_block)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """See `PagedAttentionCache`, likewise."""
+        super().free_all_requests(clear_ledgers)
+        if self.snapshots is not None:
+            self.snapshots.end_all()
+            self.snapshots.drop_lost(self.allocator.ledger.hash_to_block)
+
+    def evict_cached_blocks(self) -> bool:
+        """See `PagedAttentionCache`. Snapshots of states go, too, unless several prompts begin with pages in use."""
+        evicted: bool = super().evict_cached_blocks()
+        if self.snapshots is not None:
+            evicted |= self.snapshots.drop_idle(self.allocator.ledger.hash_to_block)
+        return evicted
+
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
         """See `PagedAttentionCache`. A block is complete when it has its codes."""
         if not self.use_prefix_sharing:
@@ -466,12 +534,18 @@ class PagedCache(PagedAttentionCache):
             held = self.allocator.num_complete(len(state.initial_tokens) + num_new - 1)
             complete_blocks = {FULL_ATTENTION: held - self.allocator.num_marked(state.request_id)}
         most = self.allocator.num_complete(state.current_len())
-        super().mark_complete_blocks(state, {name: min(count, most) for name, count in complete_blocks.items()})
+        # Of a request that comes back from CPU memory, transformers counts slots, too.
+        count = complete_blocks.get(FULL_ATTENTION, 0)
+        super().mark_complete_blocks(state, {FULL_ATTENTION: min(count, most)})
+        if self.snapshots is not None:
+            self.snapshots.keep(state.request_id, functools.partial(self.allocator.hash_at, state.request_id))
 
     def forget_pages(self) -> None:
         """Let no later request take over tokens of earlier ones. Requests go on with those that they hold."""
         self.evict_cached_blocks()
         self.allocator.forget_pages()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0, for models that ask although they are told positions, such as OPT; others are refused."""

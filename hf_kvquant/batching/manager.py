@@ -37,7 +37,7 @@ from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
 from .state_layers import unwrap, wrap
 from .states import add_lengths, known_types
-from .support import WHERE, check_served, pages_of, tell_nothing_is_shared
+from .support import WHERE, check_served, pages_of
 
 
 class Processor(ContinuousBatchProcessor):
@@ -78,6 +78,11 @@ class Processor(ContinuousBatchProcessor):
             offloading: Any = self.offloading_manager
             self._offload = offloading._offload_to_cpu
             offloading._offload_to_cpu = self._offload_without_those_in_flight
+            if self.cache.snapshots is not None:
+                self._offload_requests = offloading.offload_requests
+                offloading.offload_requests = self._offload_or_drop_snapshots
+                self._schedule = scheduler._schedule_request
+                scheduler._schedule_request = self._schedule_to_border
         self._wait_for_device()
 
     def _add_if_it_fits(self, state: RequestState) -> None:
@@ -114,6 +119,23 @@ class Processor(ContinuousBatchProcessor):
         at_rest = [each for each in victims if each.current_len() < len(each.initial_tokens) + each.generated_len()]
         offloaded: set[str] = self._offload(at_rest, tables)
         return offloaded
+
+    def _offload_or_drop_snapshots(self) -> bool:
+        """Make room for requests that starve. Where no request can give way, all snapshots of states do."""
+        snapshots = self.cache.snapshots
+        assert snapshots is not None
+        return self._offload_requests() or snapshots.clear()
+
+    def _schedule_to_border(
+        self, state: RequestState, request_tokens: list[int], token_budget: int, *options: Any
+    ) -> None:
+        """Let the chunk of a prompt end where its states are to be kept."""
+        assert self.cache.snapshots is not None
+        held = state.current_len()
+        border = self.cache.snapshots.next_border(state.request_id, held)
+        if border is not None:
+            token_budget = min(token_budget, border - held)
+        self._schedule(state, request_tokens, token_budget, *options)
 
     def _taken_with_logprobs(self) -> tuple[Any, Any, Any]:
         """Requests, new tokens and their reports, of those that want one."""
@@ -239,8 +261,6 @@ class Manager(ContinuousBatchingManager):
             states, num_blocks = self._state_layers.layout, continuous_batching_config.num_blocks
             if num_blocks is not None:
                 check_room(self._layers, states, num_blocks, is_given=True)
-            if continuous_batching_config.allow_block_sharing:
-                tell_nothing_is_shared(type(model).__name__)
         resolved = copy.copy(continuous_batching_config)
         resolved.page_size = next(iter(pages.values())).num_tokens
         is_open = resolved.max_memory_percent is None and resolved.num_blocks is None

@@ -206,6 +206,9 @@ class Runner(ModelRunner):
         io: Any = self.inputs_and_outputs
         if self.cache.allocator.sinks is not None:
             self.cache.allocator.sinks.stream = io.compute_stream
+        snapshots = self.cache.snapshots
+        if snapshots is not None:
+            snapshots.stream = io.compute_stream
         if io.compute_stream is not None and not isinstance(io, ContinuousBatchingAsyncIOs):
             io.compute_stream.wait_stream(torch.cuda.current_stream(io.compute_stream.device))
         graph = self._graph_to_follow()
@@ -213,6 +216,9 @@ class Runner(ModelRunner):
         if graph is not None:
             with stream_context(io.compute_stream):
                 choose(getattr(graph, SCORES), io.output_ids[0], self._choosing(), self.grammars)
+        if snapshots is not None:  # before the next step moves states on, which may be launched before this one is over
+            for each in self._states():
+                snapshots.take(each.state.request_id, each.state.position_offset)
 
     def _graph_to_follow(self) -> Any:
         """The captured step that comes next if some of its requests choose their tokens after it; else `None`."""

@@ -190,6 +190,19 @@ class StateAllocator(CacheAllocator):
         (slot,) = self.block_table[request_id]
         return slot
 
+    def take(self) -> int | None:
+        """A free slot; `None` if there is no memory for one. Whoever takes it gives it back to the pool."""
+        if not self.pool.count_free_blocks(self.index):
+            if not self.pool.num_free_sectors:
+                return None
+            self.pool.allocate_sector(self.index)
+        (slot,) = self.pool.get_free_blocks(self.index, 1)
+        return int(slot)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the states of one slot to another. Their numbers do not go to the device, which nothing waits for."""
+        self._copy_view[target].copy_(self._copy_view[source])
+
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """See `CacheAllocator`. A request needs one slot, of whatever length it is."""
         return int(request_id not in self.block_table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 import logging
@@ -169,16 +168,6 @@ def _types_of(model: PreTrainedModel) -> list[str]:
     types, _ = layers_of(text_config)
     named = itertools.zip_longest(types, names[: len(types)])
     return [found for found, name in named if not (found == "dummy" and name in _WITHOUT_CACHE)]
-
-
-@functools.cache
-def tell_nothing_is_shared(name: str) -> None:
-    """Say once in the log, by the name of a model's class, that its requests share no prefixes."""
-    logger.warning(
-        "continuous batching: requests of %s do not share the pages of equal prefixes, because its layers with a state "
-        "would need the state at the end of the prefix. Correct, slower where prompts begin alike.",
-        name,
-    )
 
 
 def pages_of(

@@ -102,10 +102,12 @@ class Generation:
         if cache.states is None:
             return size
         share, num_bytes = cache.pages_of_a_state, cache.states.layout.num_bytes
+        most_kept = 0 if cache.snapshots is None else cache.snapshots.most
         return (
             f"{size}; {cache.num_blocks:,} pages of {cache.allocator.tokens_per_page} tokens, in whose memory are "
             f"states, too: {num_bytes / 1e6:,.2f} MB for each request, as much as {share:,.2f} pages, and up to "
-            f"{cache.most_requests:,} requests at once"
+            f"{cache.most_requests:,} requests at once; the states of up to {most_kept:,} prefixes are kept while "
+            "there is memory"
         )
 
     def is_alive(self) -> bool:
@@ -150,10 +152,15 @@ class Generation:
         metrics.gauge("cache_room_tokens", "Tokens that all pages have room for.", lambda: self.num_tokens)
         metrics.gauge("cache_pages_used", "Pages of running requests.", num_used_pages)
         metrics.gauge("cache_pages", "All pages.", lambda: cache.num_blocks)
-        states, most = cache.states, cache.most_requests or 0
+        states, most, snapshots = cache.states, cache.most_requests or 0, cache.snapshots
         held: Any = {} if states is None else states.block_table
         metrics.gauge("cache_states_used", "States of running requests, in models that keep some.", lambda: len(held))
         metrics.gauge("cache_states", "Requests that may run at once, in models with states; else 0.", lambda: most)
+        metrics.gauge(
+            "cache_states_kept",
+            "States of prefixes that are kept for later requests, in models with states; else 0.",
+            lambda: 0 if snapshots is None else len(snapshots),
+        )
 
     def new_tokens(self, num_prompt: int, wanted: int | None) -> int:
         """How many tokens an answer may have.

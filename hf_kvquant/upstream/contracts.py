@@ -163,6 +163,22 @@ CONTRACTS = (
         "transformers.generation.continuous_batching.offloading_manager.OffloadingManager._offload_to_cpu",
         "victims",
     ),
+    # Chunks end where states are to be kept: the scheduler gives them their length, and counts it then.
+    Contract(
+        "batching/manager.py",
+        "transformers.generation.continuous_batching.scheduler.Scheduler._schedule_request",
+        "state request_tokens token_budget",
+        "request_tokens[:token_budget]",
+    ),
+    Contract(
+        "batching/manager.py",
+        "transformers.generation.continuous_batching.scheduler.Scheduler._process_candidates",
+        mentions="self._schedule_request(state, len(state.tokens_to_process)",
+    ),
+    Contract(
+        "batching/manager.py",
+        "transformers.generation.continuous_batching.offloading_manager.OffloadingManager.offload_requests",
+    ),
     Contract("batching/manager.py", f"{_GENERATE}._supports_logits_to_keep"),
     Contract("batching/settings.py", f"{_GENERATE}._prepare_generation_config", "generation_config"),
     Contract("batching/settings.py", "transformers.GenerationConfig._get_default_generation_params"),
