@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hf_kvquant.common.errors import Refused
+from hf_kvquant.common.errors import RefusedResult
 
 
-class NothingRead(Refused):
+class NothingRead(RefusedResult):
     """The numbers would not be those of the quantised cache."""
 
 

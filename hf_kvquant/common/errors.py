@@ -27,7 +27,7 @@ class UsageError(CommandError):
     """A mistake in the user's input."""
 
 
-class Refused(CommandError):
+class RefusedResult(CommandError):
     """A negative result: a preset that the model does not tolerate, or a measurement that fails its own checks."""
 
 

@@ -95,7 +95,7 @@ class Requests:
         """The requests of a job, one for each answer.
 
         Raises:
-            Refused: The job cannot be answered.
+            RefusedRequest: The job cannot be answered.
         """
         asked = job.asked
         if asked is None:

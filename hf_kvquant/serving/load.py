@@ -68,7 +68,7 @@ class Answer:
     error: str | None = None
 
 
-class Failed(Exception):
+class ServerFailed(Exception):
     """A server does not answer as OpenAI's API does."""
 
 
@@ -82,17 +82,17 @@ async def models_of(url: str, api_key: str, timeout: float) -> list[str]:
     """The models that a server names.
 
     Raises:
-        Failed: It names none.
+        ServerFailed: It names none.
     """
     async with client_of(url, api_key, timeout) as client:
         try:
             names = [each.id for each in (await client.models.list()).data]
         except openai.OpenAIError as error:
-            raise Failed(told(error)) from error
+            raise ServerFailed(told(error)) from error
         except (AttributeError, TypeError, ValueError) as error:  # it answers with something else
-            raise Failed(f"{url}/models does not list models") from error
+            raise ServerFailed(f"{url}/models does not list models") from error
     if not names:
-        raise Failed("it serves no model")
+        raise ServerFailed("it serves no model")
     return names
 
 

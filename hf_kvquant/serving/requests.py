@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from .metrics import Metrics
 from .pieces import Piece
-from .writing import Unreadable, Writer
+from .writing import UnreadableAnswer, Writer
 
 SHUT_DOWN = "the server shut down before the answer was complete"
 
@@ -160,7 +160,7 @@ class OpenRequests:
                 continue
             try:
                 self._write(answer, output)
-            except Unreadable as error:
+            except UnreadableAnswer as error:
                 self._fail(answer.request, "failed", str(error))
 
     def end_all(self, outcome: str, error: str, status: int) -> None:

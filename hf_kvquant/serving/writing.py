@@ -64,7 +64,7 @@ def text_of(tokenizer: Any, token: int) -> str:
     return str(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
 
 
-class Unreadable(Exception):
+class UnreadableAnswer(Exception):
     """A parser has met what it does not expect."""
 
     def __init__(self, error: Exception) -> None:
@@ -159,7 +159,7 @@ class Writer:
             end_tokens: Any of them ends the answer.
 
         Raises:
-            Unreadable: See there.
+            UnreadableAnswer: See there.
         """
         begin, tokens = self.num_tokens, output.generated_tokens
         logprobs: Any = output.logprobs  # what `batching.sampling.reports` makes of a token, not a number
@@ -170,7 +170,7 @@ class Writer:
                 texts += self.finish()
                 reason = "tool_calls" if self.has_called and is_complete else "stop" if is_complete else "length"
         except Exception as error:
-            raise Unreadable(error) from error
+            raise UnreadableAnswer(error) from error
         return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason)
 
     def taken_logprobs(self) -> list[Logprob] | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hf_kvquant.common.errors import Refused, UsageError
+from hf_kvquant.common.errors import RefusedResult, UsageError
 from hf_kvquant.common.naming import sha256
 
 from ..errors import NothingRead
@@ -109,7 +109,7 @@ def measure(
             try:
                 result = evaluate(lm, name, tasks[name], limit)
             except NothingRead as error:
-                raise Refused(f"{name}, {preset}: {error} {record.kept()}") from error
+                raise RefusedResult(f"{name}, {preset}: {error} {record.kept()}") from error
             except CannotScore as error:
                 raise UsageError(f"`--tasks` {name} does not fit {subject.name}. {error}") from error
             if result is not None:
