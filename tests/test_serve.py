@@ -28,8 +28,9 @@ from transformers.cli.serving import model_manager, server, utils
 from transformers.generation.continuous_batching import continuous_api, requests, scheduler
 from waiting import until
 
+from hf_kvquant.common.errors import ConfigDoesNotFit
 from hf_kvquant.serving.metrics import Metrics
-from hf_kvquant.serving.model import ConfigDoesNotFit, PatchedModels
+from hf_kvquant.serving.model import PatchedModels
 from hf_kvquant.serving.requests import OpenRequests
 from hf_kvquant.state import patch_of
 

@@ -22,7 +22,8 @@ from servers import NAME, Running, held
 from transformers.cli.serving.utils import ReasoningText
 from waiting import until
 
-from hf_kvquant.serving.fields import CHAT, RefusedRequest
+from hf_kvquant.common.errors import RefusedRequest
+from hf_kvquant.serving.fields import CHAT
 from hf_kvquant.serving.forms import Usage
 from hf_kvquant.serving.pieces import Piece
 from hf_kvquant.serving.response_form import ResponseForm

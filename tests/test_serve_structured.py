@@ -24,7 +24,8 @@ pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
 from servers import NAME, Running, serving
 
 from hf_kvquant.batching import grammars as batching_grammars
-from hf_kvquant.batching.grammars import BadGrammar, Grammars, NoGrammars
+from hf_kvquant.batching.grammars import Grammars
+from hf_kvquant.common.errors import BadGrammar, NoGrammars
 from hf_kvquant.serving import chats
 from hf_kvquant.serving.fields import CHAT, COMPLETION
 from hf_kvquant.serving.structured import schema_grammar, written

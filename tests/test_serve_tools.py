@@ -19,7 +19,8 @@ if not HAS_PAGES:
 from servers import NAME, Running, serving
 
 from hf_kvquant.batching.grammars import Grammars
-from hf_kvquant.serving.fields import CHAT, RefusedRequest, parameters_of
+from hf_kvquant.common.errors import RefusedRequest
+from hf_kvquant.serving.fields import CHAT, parameters_of
 from hf_kvquant.serving.forms import ChatForm
 from hf_kvquant.serving.pieces import Piece
 from hf_kvquant.serving.reading import CALLS, Reader

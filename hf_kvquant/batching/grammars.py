@@ -21,18 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.errors import BadGrammar, NoGrammars
+
 # Grammars that are kept compiled.
 _MOST_KEPT = 256
 # What begins the error of a request whose grammar cannot go on.
 FAILED = "the grammar of the answer"
-
-
-class BadGrammar(ValueError):
-    """A grammar that cannot be compiled, or that nothing matches. Its text says why."""
-
-
-class NoGrammars(ValueError):
-    """There are no grammars for this model, or the package for them is missing. Its text says what to do."""
 
 
 def check_installed() -> None:

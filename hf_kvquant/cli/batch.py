@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..batching.grammars import Grammars
 from ..batching.sampling import SETTINGS
 from ..calibration.smoothing_file import FILE_NAME
-from ..common.errors import Interrupted, RefusedResult, UsageError, is_out_of_memory
+from ..common.errors import Interrupted, RefusedRequest, RefusedResult, UsageError, is_out_of_memory
 from ..common.naming import model_name, sha256
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
@@ -35,7 +35,6 @@ from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
 from ..models.text_config import context_of, text_config_of
 from ..patching import patched
-from ..serving.fields import RefusedRequest
 from . import arguments, loading
 from .loading import load_calibration
 

@@ -15,11 +15,10 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from ..common.errors import RefusedResult, UsageError
+from ..common.errors import RefusedResult, ServerFailed, UsageError
 from ..common.progress import show_progress
 from ..common.tables import table_of
 from ..serving import load
-from ..serving.load import ServerFailed
 from .arguments import given
 from .loading import read_text
 

@@ -11,11 +11,10 @@ from safetensors import SafetensorError
 from ..calibration.choices import CALIBRATED_PRESET, FILE_NAME
 from ..calibration.smoothing import smooth_attention
 from ..calibration.value_rotation import rotate_values
-from ..common.errors import RefusedResult, UsageError
+from ..common.errors import PreflightError, RefusedResult, UsageError
 from ..common.progress import without_bars
 from ..preflight.check import run_preflight
 from ..preflight.signals import reason_of
-from ..preflight.verdict import PreflightError
 from .arguments import checked_output
 from .loading import load_calibration, load_placed, read_text
 

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
-from ..batching.grammars import BadGrammar, Grammars, NoGrammars, check_installed
-from .fields import Parameters, RefusedRequest
+from ..batching.grammars import Grammars, check_installed
+from ..common.errors import BadGrammar, NoGrammars, RefusedRequest
+from .fields import Parameters
 from .reading import CALLS, Reader
 from .structured import grammar_of, written
 from .tools import ToolFormat, Tools, for_template, format_of

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..batching.sampling import Sampling
-from ..common.errors import did_you_mean
+from ..common.errors import RefusedRequest, did_you_mean
 from .structured import KINDS, is_format, is_structure, shown, wrong_structure
 from .tools import MAX_TOOLS, MESSAGE, ROLES, Tools, is_call, is_choice, is_tools, tools_of, wrong_tools
 
@@ -41,21 +41,6 @@ RESERVED = {
     ),
     "messages",
 } - {"documents"}
-
-
-class RefusedRequest(Exception):
-    """A mistake of the client.
-
-    Args:
-        message: What was expected, what came, and what to do.
-        status: Of HTTP.
-        param: The field; `None` if it is none.
-        code: OpenAI's name of the mistake, where it has one.
-    """
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ..batching.grammars import Grammars, NoGrammars
+from ..batching.grammars import Grammars
 from ..batching.manager import Manager
 from ..batching.sampling import KEY, SETTINGS, Sampling, greedy_config
+from ..common.errors import NoGrammars, RefusedRequest
 from ..models.text_config import context_of, text_config_of
-from .fields import Parameters, RefusedRequest
+from .fields import Parameters
 from .metrics import Metrics
 from .requests import OpenRequest, OpenRequests, Router
 from .writing import Writer

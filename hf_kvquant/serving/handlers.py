@@ -15,8 +15,9 @@ from typing import Any
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from ..common.errors import RefusedRequest
 from .chats import Chats
-from .fields import CHAT, MAX_ANSWERS, Parameters, RefusedRequest, parameters_of, prompts_of
+from .fields import CHAT, MAX_ANSWERS, Parameters, parameters_of, prompts_of
 from .forms import ChatForm, CompletionForm, Form, Usage
 from .generation import Generation
 from .model import PatchedModels

@@ -17,6 +17,8 @@ from typing import Any
 
 import openai
 
+from ..common.errors import ServerFailed
+
 # Common English words: most vocabularies have each of them as a token.
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -66,10 +68,6 @@ class Answer:
     num_prompt: int = 0
     num_new: int = 0
     error: str | None = None
-
-
-class ServerFailed(Exception):
-    """A server does not answer as OpenAI's API does."""
 
 
 def prompts_of(count: int, num_words: int, seed: int) -> list[str]:

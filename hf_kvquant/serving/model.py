@@ -12,16 +12,9 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import Modality
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from ..common.errors import BadTemplate, ConfigDoesNotFit
 from ..config import KVQuantConfig
 from ..patching import patch
-
-
-class ConfigDoesNotFit(Exception):
-    """The config does not fit the model."""
-
-
-class BadTemplate(Exception):
-    """The chat template cannot be read."""
 
 
 class PatchedModels(ModelManager):

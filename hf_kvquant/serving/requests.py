@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Sequence
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from ..common.errors import UnreadableAnswer
 from .metrics import Metrics
 from .pieces import Piece
-from .writing import UnreadableAnswer, Writer
+from .writing import Writer
 
 SHUT_DOWN = "the server shut down before the answer was complete"
 

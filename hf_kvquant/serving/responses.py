@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from ..common.errors import RefusedRequest
 from . import fields as chat
-from .fields import CHAT, Field, RefusedRequest, note, without_effect
+from .fields import CHAT, Field, note, without_effect
 from .structured import is_format, shown
 from .tools import is_choice, is_tools, wrong_tools
 

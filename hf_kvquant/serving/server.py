@@ -28,7 +28,8 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from .fields import CHAT, COMPLETION, RefusedRequest
+from ..common.errors import RefusedRequest
+from .fields import CHAT, COMPLETION
 from .front import PAGE, FrontDoor, refusal
 from .generation import Generation
 from .handlers import Handler, ResponseHandler

@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..batching.sampling import TokenLogprobs
+from ..common.errors import UnreadableAnswer
 from .pieces import Logprob, Piece
 from .reading import Reader
 from .tools import ToolCall
@@ -62,13 +63,6 @@ def text_of(tokenizer: Any, token: int) -> str:
     """The text of one token. Some tokenizers leave out a space at the beginning, so another token goes before."""
     before = tokenizer("a", add_special_tokens=False)["input_ids"]
     return str(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
-
-
-class UnreadableAnswer(Exception):
-    """A parser has met what it does not expect."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(f"the answer cannot be read: {error or type(error).__name__}")
 
 
 class Writer:

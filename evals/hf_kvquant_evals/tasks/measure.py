@@ -18,7 +18,7 @@ from rich.console import Console
 from hf_kvquant.common.errors import RefusedResult, UsageError
 from hf_kvquant.common.naming import sha256
 
-from ..errors import NothingRead
+from ..errors import CannotScore, NothingRead
 from ..preparation import Subject
 from ..records import measuring, open_record
 from .data import MODES, check_data, checked_names, data_file, load_tasks
@@ -67,7 +67,6 @@ def measure(
     import lm_eval
 
     from .lm_eval_model import KVQuantLM
-    from .scoring import CannotScore
 
     tokenizer, configs = subject.tokenizer, subject.configs
     check_tokenizer(subject)
