@@ -1,4 +1,4 @@
-"""All exceptions of this package, and helpers for the messages of any others.
+"""All exceptions of this package as one tree, and helpers for error messages.
 
     KVQuantError
         CommandError
