@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from .calibration.smoothing import load_smoothing, smooth_attention, unsmooth
     from .calibration.smoothing_file import SmoothingResult
     from .calibration.value_rotation import rotate_values, unrotate_values
+    from .common.errors import PreflightError
     from .config import PRESETS, KVQuantConfig, LayerFormats
     from .patching import disable, enable, patch, patched, unpatch
     from .preflight.check import run_preflight
-    from .preflight.verdict import Preflight, PreflightError
+    from .preflight.verdict import Preflight
     from .report import LayerReport, Report, report
     from .spec.formats import KVFormat
     from .spec.key_transform import KeyTransform
@@ -72,7 +73,7 @@ _MODULES = {
     "LayerFormats": "config",
     "LayerReport": "report",
     "Preflight": "preflight.verdict",
-    "PreflightError": "preflight.verdict",
+    "PreflightError": "common.errors",
     "Report": "report",
     "SmoothingResult": "calibration.smoothing_file",
     "disable": "patching",

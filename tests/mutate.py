@@ -573,6 +573,15 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/common/errors.py",
+        (
+            "class PreflightError(KVQuantError, ValueError):",
+            "class PreflightError(KVQuantError):",
+            "a caller that catches `ValueError` misses a refused config",
+            "errors",
+        ),
+    ),
+    *of(
         "hf_kvquant/serving/fields.py",
         (
             "if is_sampled or is_named else 0.0",

@@ -15,7 +15,7 @@ import hf_kvquant
 from hf_kvquant import KVQuantConfig, cli, ops
 from hf_kvquant.cli import arguments, calibrate, env
 from hf_kvquant.cli.loading import load, load_calibration
-from hf_kvquant.common.errors import Refused, named
+from hf_kvquant.common.errors import RefusedResult, named
 from hf_kvquant_evals.injection import inject_key_outliers
 
 CONTEXT = 64
@@ -454,8 +454,8 @@ def test_arguments_that_are_no_such_are_told_in_a_line(
 
 
 def test_an_error_names_the_innermost_command_once() -> None:
-    with pytest.raises(Refused) as raised, named("eval report"), named("eval tasks"):
-        raise Refused("no.")
+    with pytest.raises(RefusedResult) as raised, named("eval report"), named("eval tasks"):
+        raise RefusedResult("no.")
     assert str(raised.value) == "eval tasks: no."
 
 

@@ -18,9 +18,9 @@ from test_eval_tasks import CONTEXT, FLOAT_NOISE, differences, requests, text, t
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.patching import patched
 from hf_kvquant.upstream.releases import HAS_PAGES
-from hf_kvquant_evals.errors import NothingRead
+from hf_kvquant_evals.errors import CannotScore, NothingRead
 from hf_kvquant_evals.tasks import pages
-from hf_kvquant_evals.tasks.lm_eval_model import CannotScore, KVQuantLM
+from hf_kvquant_evals.tasks.lm_eval_model import KVQuantLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # lm-eval says so of every model that is handed to it

@@ -22,6 +22,7 @@ pytest.importorskip("lm_eval")
 from hf_kvquant import PRESETS, cli
 from hf_kvquant.cli import loading
 from hf_kvquant_evals import preparation, records
+from hf_kvquant_evals.errors import CannotKeep
 from hf_kvquant_evals.long_context import measure as long_context
 from hf_kvquant_evals.perplexity import measure as perplexity
 from hf_kvquant_evals.records import RunRecord
@@ -253,7 +254,7 @@ def test_a_disk_that_is_full_in_the_end(
 ) -> None:
     def put(self: RunRecord, part: str, result: Any) -> None:
         if part == "summary":
-            raise records.CannotKeep("No space left on device")
+            raise CannotKeep("No space left on device")
         original(self, part, result)
 
     original = RunRecord.put

@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import DynamicCache
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.common.errors import Refused
+from hf_kvquant.common.errors import RefusedResult
 from hf_kvquant.upstream.releases import with_cache
 from hf_kvquant_evals.long_context import measure as long_context
 from hf_kvquant_evals.long_context.measure import SUMMARY, Cell, Scores, ask, score
@@ -286,7 +286,9 @@ def test_what_is_not_read_as_codes_is_refused(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(
         long_context, "score", lambda *_: {"int8": Scores(correct=[True], log_likelihood=[-1.0], **counts)}
     )
-    with pytest.raises(Refused, match=rf"preset int8 must read 7 .* pairs from codes, got {read + 2}. Some layer"):
+    with pytest.raises(
+        RefusedResult, match=rf"preset int8 must read 7 .* pairs from codes, got {read + 2}. Some layer"
+    ):
         long_context.checked_scores(models.llama(), [], {})
 
 

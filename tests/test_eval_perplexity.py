@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.common.errors import Refused
+from hf_kvquant.common.errors import RefusedResult
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.storage.tally import causal_pairs
 from hf_kvquant_evals.errors import OutOfMemory
@@ -324,7 +324,9 @@ def test_the_gate_sees_one_token_that_is_exact_in_one_mode_only(monkeypatch: pyt
     monkeypatch.setattr(SimulatedLayer, "_is_exact", one_more)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
     config = KVQuantConfig.from_preset("int4-token", sink_length=1, residual_length=9)
-    with pytest.raises(Refused, match="preset int4-token must give the same distribution simulated and decode within "):
+    with pytest.raises(
+        RefusedResult, match="preset int4-token must give the same distribution simulated and decode within "
+    ):
         gate.Gate(models.llama(), ids, {"int4-token": config}).check_modes(32)
 
 
@@ -332,12 +334,14 @@ def test_the_gate_says_when_the_model_is_wrong_by_itself() -> None:
     """transformers' Jamba forgets its state at the second chunk, with any cache."""
     ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
     message = r"JambaForCausalLM must give the same distribution for chunks and for single tokens within 1\.0e-06"
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(RefusedResult, match=message):
         gate.Gate(models.family("jamba"), ids, {"none": KVQuantConfig.from_preset("none")}).check_modes(32)
 
 
 def test_an_inexact_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "GATE_FLOAT32", -1.0)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, 12))
-    with pytest.raises(Refused, match=r"control: `none` must be within -1\.0 nats of the unquantised cache, got "):
+    with pytest.raises(
+        RefusedResult, match=r"control: `none` must be within -1\.0 nats of the unquantised cache, got "
+    ):
         gate.Gate(models.llama(), ids, {"none": KVQuantConfig.from_preset("none")}).run_controls()

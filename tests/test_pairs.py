@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantCache, KVQuantConfig
-from hf_kvquant.common.errors import Refused
+from hf_kvquant.common.errors import RefusedResult
 from hf_kvquant.models.layers import num_readers
 from hf_kvquant.patching import patched
 from hf_kvquant.storage.layer_store import LayerStore
@@ -145,5 +145,7 @@ def test_a_counter_that_runs_without_the_op_is_found_out(monkeypatch: pytest.Mon
     model, configs = models.llama(), {"int8": KVQuantConfig.from_preset("int8")}
     gate.Gate(model, ids(), configs).check_counting()
     monkeypatch.setattr(LayerStore, "attend", doubled)
-    with pytest.raises(Refused, match=r"int8 must count the 108 .* pairs that the op serves, got 114\. A bug, please"):
+    with pytest.raises(
+        RefusedResult, match=r"int8 must count the 108 .* pairs that the op serves, got 114\. A bug, please"
+    ):
         gate.Gate(model, ids(), configs).check_counting()

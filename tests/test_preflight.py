@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, PreflightError, cli, run_preflight
 from hf_kvquant.cli.loading import load
+from hf_kvquant.common.errors import CannotMeasure
 from hf_kvquant.models import probing
 from hf_kvquant.models.probing import hooked
 from hf_kvquant.preflight import check as preflight
@@ -700,7 +701,7 @@ def test_a_model_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_room_for_a_format_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any, *arguments: Any) -> float:
-        raise divergence.CannotMeasure("the model could not be run (no room)")
+        raise CannotMeasure("the model could not be run (no room)")
 
     monkeypatch.setattr(divergence.Meter, "kld", fail)
     with pytest.raises(

@@ -28,8 +28,9 @@ from transformers.cli.serving import model_manager, server, utils
 from transformers.generation.continuous_batching import continuous_api, requests, scheduler
 from waiting import until
 
+from hf_kvquant.common.errors import ConfigDoesNotFit
 from hf_kvquant.serving.metrics import Metrics
-from hf_kvquant.serving.model import DoesNotFit, PatchedModels
+from hf_kvquant.serving.model import PatchedModels
 from hf_kvquant.serving.requests import OpenRequests
 from hf_kvquant.state import patch_of
 
@@ -513,5 +514,5 @@ def test_the_loader_patches_and_tells_what_does_not_fit(folder: str, tmp_path: P
     loaded = PatchedModels(folder, config, seen.append, device="cpu", dtype="float32")
     assert seen == [loaded.model] and patch_of(loaded.model).config == config  # type: ignore[union-attr]
     narrow = models.save(models.build("llama", head_dim=40), tmp_path / "narrow")
-    with pytest.raises(DoesNotFit, match="`group_size` must divide head_dim 40"):
+    with pytest.raises(ConfigDoesNotFit, match="`group_size` must divide head_dim 40"):
         PatchedModels(narrow, hf_kvquant.KVQuantConfig.from_preset("int4-g32"), seen.append, device="cpu")

@@ -22,7 +22,8 @@ from servers import NAME, Running, held
 from transformers.cli.serving.utils import ReasoningText
 from waiting import until
 
-from hf_kvquant.serving.fields import CHAT, Refused
+from hf_kvquant.common.errors import RefusedRequest
+from hf_kvquant.serving.fields import CHAT
 from hf_kvquant.serving.forms import Usage
 from hf_kvquant.serving.pieces import Piece
 from hf_kvquant.serving.response_form import ResponseForm
@@ -285,7 +286,7 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
     if FIELDS[name].expected == "anything":
         assert chat_of(body)["messages"]
         return
-    with pytest.raises(Refused) as told:
+    with pytest.raises(RefusedRequest) as told:
         chat_of(body)
     assert told.value.message == (
         f"`{name}` must be {FIELDS[name].expected}, since it is not served, got {{'some': 'value'}}."

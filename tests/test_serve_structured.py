@@ -24,7 +24,8 @@ pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
 from servers import NAME, Running, serving
 
 from hf_kvquant.batching import grammars as batching_grammars
-from hf_kvquant.batching.grammars import BadGrammar, Grammars, Unavailable
+from hf_kvquant.batching.grammars import Grammars
+from hf_kvquant.common.errors import BadGrammar, NoGrammars
 from hf_kvquant.serving import chats
 from hf_kvquant.serving.fields import CHAT, COMPLETION
 from hf_kvquant.serving.structured import schema_grammar, written
@@ -353,7 +354,7 @@ def test_other_tokenizers_are_refused() -> None:
         def __len__(self) -> int:
             return 5
 
-    with pytest.raises(Unavailable, match="needs a tokenizer that llguidance can read: Only fast tokenizers are supp"):
+    with pytest.raises(NoGrammars, match="needs a tokenizer that llguidance can read: Only fast tokenizers are supp"):
         Grammars(Slow(), 5, [1]).prepare()
 
 

@@ -19,7 +19,8 @@ if not HAS_PAGES:
 from servers import NAME, Running, serving
 
 from hf_kvquant.batching.grammars import Grammars
-from hf_kvquant.serving.fields import CHAT, Refused, parameters_of
+from hf_kvquant.common.errors import RefusedRequest
+from hf_kvquant.serving.fields import CHAT, parameters_of
 from hf_kvquant.serving.forms import ChatForm
 from hf_kvquant.serving.pieces import Piece
 from hf_kvquant.serving.reading import CALLS, Reader
@@ -62,7 +63,7 @@ def tools_of(*tools: dict[str, Any], **more: Any) -> Tools:
 
 
 def refusal(**fields: Any) -> tuple[str, str | None]:
-    with pytest.raises(Refused) as told:
+    with pytest.raises(RefusedRequest) as told:
         parameters_of({"messages": MESSAGES, **fields}, CHAT, NAME)
     return told.value.message, told.value.param
 

@@ -9,6 +9,6 @@
   `paired.py` has statistics of two runs over the same items.
 - `choices.py` has what options offer, `errors.py` the ways in which a measurement ends without results.
 
-Any function may raise `UsageError` for what a user typed or named, and `Refused` for a measurement that fails its own
-checks (`hf_kvquant/common/errors.py`); docstrings name all other errors.
+Any function may raise `UsageError` for what a user typed or named, and `RefusedResult` for a measurement that fails its
+own checks (`hf_kvquant/common/errors.py`); docstrings name all other errors.
 """

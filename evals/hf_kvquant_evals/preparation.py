@@ -20,11 +20,8 @@ from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.models.hashes import weights_hash
 
 from .choices import OUTLIER_PAIRS
+from .errors import CannotInject
 from .injection import inject_key_bias, inject_key_outliers
-
-
-class CannotInject(UsageError):
-    """Nothing can be injected: it is unknown how the model computes its keys, or the number asked for is invalid."""
 
 
 @dataclasses.dataclass(frozen=True)

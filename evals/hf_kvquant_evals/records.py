@@ -19,7 +19,7 @@ from hf_kvquant.common.errors import Interrupted, UsageError, is_out_of_memory
 from hf_kvquant.common.output import why_unwritable, written
 from hf_kvquant.common.progress import Tell, show_progress
 
-from .errors import OutOfMemory
+from .errors import CannotKeep, OutOfMemory
 from .provenance import card, gpu_card
 
 # Entries of the card that may differ between the runs that fill one record.
@@ -28,10 +28,6 @@ _REMEDY = "Name another file, or remove this one."
 
 # The content of a record's file: card, settings and parts.
 Record = Mapping[str, Any]
-
-
-class CannotKeep(OSError):
-    """A record's file could not be written."""
 
 
 class RunRecord:

@@ -30,6 +30,7 @@ from ..attention.registry import (
     why_not_kernel,
 )
 from ..cache.handle import noted, noted_on
+from ..common.errors import UnknownCall
 from ..models.layers import layers_of
 from ..models.probing import evaluating, whole_cache
 from ..models.text_config import text_config_of
@@ -44,10 +45,6 @@ def paged_name(prev: str) -> str:
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, functools.partial(paged_attention, prev=prev))
     return name
-
-
-class UnknownCall(AttributeError):
-    """A model asks for something that caches of batches do not have. The message is the end of a sentence."""
 
 
 class Probe(PagedAttentionCache):

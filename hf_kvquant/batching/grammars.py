@@ -21,28 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.errors import BadGrammar, NoGrammars
+
 # Grammars that are kept compiled.
 _MOST_KEPT = 256
 # What begins the error of a request whose grammar cannot go on.
 FAILED = "the grammar of the answer"
 
 
-class BadGrammar(ValueError):
-    """A grammar that cannot be compiled, or that nothing matches. Its text says why."""
-
-
-class Unavailable(ValueError):
-    """There are no grammars for this model, or the package for them is missing. Its text says what to do."""
-
-
 def check_installed() -> None:
     """Refuse to go on without llguidance.
 
     Raises:
-        Unavailable: It is not installed.
+        NoGrammars: It is not installed.
     """
     if importlib.util.find_spec("llguidance") is None:
-        raise Unavailable("needs the package llguidance, got none. Install it: pip install 'hf-kvquant[structured]'")
+        raise NoGrammars("needs the package llguidance, got none. Install it: pip install 'hf-kvquant[structured]'")
 
 
 class Grammars:
@@ -67,7 +61,7 @@ class Grammars:
         """Read the vocabulary: 1.5 s for 150,000 tokens, in which no other thread of Python runs.
 
         Raises:
-            Unavailable: The model has no end token or no fast tokenizer, or llguidance is missing.
+            NoGrammars: The model has no end token or no fast tokenizer, or llguidance is missing.
         """
         with self._lock:
             _ = self._vocabulary
@@ -80,7 +74,7 @@ class Grammars:
 
         Raises:
             BadGrammar: It cannot be compiled.
-            Unavailable: See `prepare`.
+            NoGrammars: See `prepare`.
         """
         self.prepare()
         self._kept(grammar)
@@ -89,7 +83,7 @@ class Grammars:
         """A text in Lark. Tokens such as `<tool_call>` count as no text in llguidance, and are written by their ids.
 
         Raises:
-            Unavailable: See `prepare`.
+            NoGrammars: See `prepare`.
         """
         self.prepare()
         added = self._tokenizer.get_added_vocab()
@@ -139,11 +133,11 @@ class Grammars:
         from llguidance.hf import from_tokenizer  # comes with an extra
 
         if not self.end_tokens:
-            raise Unavailable("needs an end token, and the model's generation config has no `eos_token_id`")
+            raise NoGrammars("needs an end token, and the model's generation config has no `eos_token_id`")
         try:
             return from_tokenizer(self._tokenizer, self._num_tokens, self.end_tokens)
         except ValueError as error:
-            raise Unavailable(f"needs a tokenizer that llguidance can read: {error}") from error
+            raise NoGrammars(f"needs a tokenizer that llguidance can read: {error}") from error
 
     @functools.cached_property
     def _executor(self) -> Any:

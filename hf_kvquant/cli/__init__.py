@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from ..common import interrupts
-from ..common.errors import Interrupted, Refused, UsageError, named
+from ..common.errors import Interrupted, RefusedResult, UsageError, named
 from ..common.version import __version__
 from . import messages, threads
 from .arguments import Parser, check_counts
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             if explained(error) is not error:
                 print(f"hf-kvquant: error: {explained(error)}", file=sys.stderr)
                 return 2
-        if isinstance(error, Refused):
+        if isinstance(error, RefusedResult):
             print(f"hf-kvquant: refused: {error}", file=sys.stderr)
             return 1
         raise

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..batching.grammars import Grammars
 from ..batching.sampling import SETTINGS
 from ..calibration.smoothing_file import FILE_NAME
-from ..common.errors import Interrupted, Refused, UsageError, is_out_of_memory
+from ..common.errors import Interrupted, RefusedRequest, RefusedResult, UsageError, is_out_of_memory
 from ..common.naming import model_name, sha256
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
@@ -35,7 +35,6 @@ from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
 from ..models.text_config import context_of, text_config_of
 from ..patching import patched
-from ..serving import fields
 from . import arguments, loading
 from .loading import load_calibration
 
@@ -177,13 +176,13 @@ def show(output: Output, done: Done, total: int, tokens: int, seconds: float) ->
     """Print what became of the lines.
 
     Raises:
-        Refused: Some lines could not be answered.
+        RefusedResult: Some lines could not be answered.
     """
     speed = f", {tokens / seconds:,.0f} a second" if tokens else ""
     answers = f"{len(done.lines) - len(done.bad):,} of {total:,} lines answered in {output.path}"
     Console(highlight=False).print(f"{answers}; {tokens:,} output tokens in this run{speed}.", soft_wrap=True)
     if done.bad:
-        raise Refused(
+        raise RefusedResult(
             f"{len(done.bad):,} of {total:,} lines could not be answered. {output.path} has the reasons under `error`."
         )
 
@@ -263,7 +262,7 @@ def write_answers(
         for job in jobs:
             try:
                 yield from prompts.of(job)
-            except fields.Refused as problem:
+            except RefusedRequest as problem:
                 refuse(job, str(problem))
 
     ended: dict[int, list[Answer]] = defaultdict(list)  # by line: answers to it, until all are there

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from ..common.errors import Refused, UsageError
+from ..common.errors import RefusedResult, ServerFailed, UsageError
 from ..common.progress import show_progress
 from ..common.tables import table_of
 from ..serving import load
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         model = args.model or asyncio.run(load.models_of(url, key, args.timeout))[0]
         ask = load.Ask(url, model, args.route == "chat", args.max_tokens, key, args.timeout)
         prompts = prompts_of(args, ask)
-    except load.Failed as error:
+    except ServerFailed as error:
         raise UsageError(f"`URL` must be a server that answers OpenAI's API, got {url}: {error}.") from error
     with show_progress("bench", len(prompts), unit="request", is_shown=not args.json) as tell:
         answers = asyncio.run(load.run(ask, prompts, args.concurrency, tell))
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         show({"url": url, **settings}, results)
     if results["failed"]:
         reason = next(answer.error for answer in answers if answer.error is not None)
-        raise Refused(f"{results['failed']} of {len(answers)} requests failed, the first of them with: {reason}.")
+        raise RefusedResult(f"{results['failed']} of {len(answers)} requests failed, the first of them with: {reason}.")
 
 
 def prompts_of(args: argparse.Namespace, ask: load.Ask) -> list[str]:
@@ -62,7 +62,7 @@ def prompts_of(args: argparse.Namespace, ask: load.Ask) -> list[str]:
     with few and with more words. That also shows whether it answers at all.
 
     Raises:
-        Failed: The server does not answer.
+        ServerFailed: The server does not answer.
     """
     given_lines = None if args.prompts is None else read_text("--prompts", args.prompts, "Write a prompt a line.")
     lines = [] if given_lines is None else [line for line in given_lines.splitlines() if line.strip()]
@@ -72,7 +72,7 @@ def prompts_of(args: argparse.Namespace, ask: load.Ask) -> list[str]:
     answers = asyncio.run(load.run(dataclasses.replace(ask, max_tokens=1), trials, 1))
     for answer in answers:
         if answer.error is not None:
-            raise load.Failed(answer.error)
+            raise ServerFailed(answer.error)
     if lines:
         return list(itertools.islice(itertools.cycle(lines), args.requests))
     few, more = (answer.num_prompt for answer in answers)

@@ -11,11 +11,10 @@ from safetensors import SafetensorError
 from ..calibration.choices import CALIBRATED_PRESET, FILE_NAME
 from ..calibration.smoothing import smooth_attention
 from ..calibration.value_rotation import rotate_values
-from ..common.errors import Refused, UsageError
+from ..common.errors import PreflightError, RefusedResult, UsageError
 from ..common.progress import without_bars
 from ..preflight.check import run_preflight
 from ..preflight.signals import reason_of
-from ..preflight.verdict import PreflightError
 from .arguments import checked_output
 from .loading import load_calibration, load_placed, read_text
 
@@ -111,7 +110,7 @@ def check(args: argparse.Namespace, preset: str | None) -> None:
     except PreflightError as error:
         if not args.force:
             text = str(error).removeprefix("run_preflight: ")  # the command names itself
-            raise Refused(text.replace("force=True", "--force")) from error
+            raise RefusedResult(text.replace("force=True", "--force")) from error
         console.print(f"Not safe: {error}", style="bold red")
     console.print(f"Use it with: hf_kvquant.patch(model, {result.spelled()})", soft_wrap=True)
 

@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
 from ..batching.support import check_version
-from ..common.errors import UsageError, is_out_of_memory
+from ..common.errors import BadTemplate, ConfigDoesNotFit, UsageError, is_out_of_memory
 from ..common.progress import without_bars
 from ..config import KVQuantConfig
 from . import arguments, messages
@@ -77,7 +77,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
     """
     from ..serving.generation import Generation  # what they need comes with an extra
     from ..serving.metrics import Metrics
-    from ..serving.model import BadTemplate, DoesNotFit, PatchedModels
+    from ..serving.model import PatchedModels
     from ..serving.requests import OpenRequests
     from ..serving.server import start
 
@@ -97,7 +97,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
                 served_name=args.served_model_name,
                 chat_template=template,
             )
-    except DoesNotFit as error:
+    except ConfigDoesNotFit as error:
         raise UsageError(f"`--preset {args.preset}` does not fit {args.model}. {error}") from error
     except NotImplementedError as error:
         raise not_served(args, error) from error

@@ -1,1 +1,1 @@
-"""What every room may use: files, progress, Ctrl-C, suggestions in messages. Knows nothing of the package."""
+"""What every room may use: exceptions, names, files, progress, tables, Ctrl-C. Imports no other room."""

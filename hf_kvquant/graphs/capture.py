@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
+from ..common.errors import NotCapturable
 from ..models.fingerprint import fingerprint
 from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
@@ -106,10 +107,6 @@ def signature_of(value: Any) -> Hashable:
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
-
-
-class NotCapturable(RuntimeError):
-    """A step cannot be recorded. The cache is as it was before the step."""
 
 
 class StepRunner(abc.ABC):

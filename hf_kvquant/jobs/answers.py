@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..batching.grammars import FAILED, Grammars
 from ..batching.sampling import KEY
 from ..batching.support import check_version
+from ..common.errors import UnreadableAnswer
 from ..upstream.releases import HAS_PAGES
 from .prompts import Request
 
@@ -19,7 +20,6 @@ if HAS_PAGES:
     from transformers import ContinuousBatchingConfig
 
     from ..serving.pieces import Piece
-    from ..serving.writing import Unreadable
 
 # Requests in a manager at once, for each that it runs. Those that wait take the place of those that are done.
 _WAITING_SHARE = 1.25
@@ -59,7 +59,7 @@ class Answer:
             return bool(output.is_finished())
         try:
             new = self.request.writer.piece(self.request.choice, output, ends)
-        except Unreadable as error:
+        except UnreadableAnswer as error:
             self.problem = str(error)
             return True
         if self.piece is None:

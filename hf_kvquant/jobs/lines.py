@@ -16,19 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import did_you_mean
-from ..serving.fields import CHAT, COMPLETION, Parameters, Refused, parameters_of
+from ..common.errors import BadLine, RefusedRequest, did_you_mean
+from ..serving.fields import CHAT, COMPLETION, Parameters, parameters_of
 
 SAMPLING = ("temperature", "top_p", "top_k")
 _OURS = ("id", "prompt", "messages", "max_new_tokens", *SAMPLING)
 _LARGEST = 2**31  # of a setting: transformers keeps them in 32 bits
-
-
-class BadLine(Refused):
-    """A line that cannot be answered. Its text says why, in a sentence."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why if why.endswith((".", "?")) else f"{why}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +63,7 @@ def parse(number: int, line: bytes) -> Job:
             job = dataclasses.replace(job, id=item.get("custom_id"), is_openai=True)
             return _openai_job(job, item)
         return _own_job(job, item)
-    except Refused as problem:
+    except RefusedRequest as problem:
         return dataclasses.replace(job, problem=str(problem))
 
 

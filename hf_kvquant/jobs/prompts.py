@@ -9,9 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..batching.grammars import Grammars
 from ..batching.sampling import Sampling
+from ..common.errors import BadLine
 from ..models.text_config import text_config_of
 from ..upstream.releases import HAS_PAGES
-from .lines import BadLine, Job
+from .lines import Job
 from .sampling import Defaults
 
 if HAS_PAGES:
@@ -95,7 +96,7 @@ class Requests:
         """The requests of a job, one for each answer.
 
         Raises:
-            Refused: The job cannot be answered.
+            RefusedRequest: The job cannot be answered.
         """
         asked = job.asked
         if asked is None:

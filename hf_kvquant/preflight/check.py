@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.support import kept_formats
 from ..calibration.checks import check_decoder
-from ..common.errors import did_you_mean
+from ..common.errors import CannotMeasure, did_you_mean
 from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig, LayerFormats
 from ..models.probing import evaluating, in_float32
@@ -33,7 +33,6 @@ from .budget import cheapest
 from .divergence import (
     COMPARED_TIMES,
     NO_COST,
-    CannotMeasure,
     Cost,
     Estimate,
     Meter,

@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from ..cache.cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
 from ..calibration.text import MIN_TOKENS, read_windows
+from ..common.errors import CannotMeasure
 from ..config import KVQuantConfig, LayerFormats
 from ..models.probing import arbitrary_ids, chunks_of, forward
 from ..models.text_config import positions_of, text_config_of
@@ -89,10 +90,6 @@ def window_for(formats: Iterable[LayerFormats]) -> int:
     while window < min(needed, LONG_WINDOW):
         window *= 2
     return window
-
-
-class CannotMeasure(Exception):
-    """Says why a model cannot be measured. The pre-flight check always catches it."""
 
 
 def read_text(

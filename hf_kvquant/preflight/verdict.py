@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from ..common.errors import PreflightError
 from ..common.tables import html, plain, table_of
 from ..config import PRESETS, KVQuantConfig, LayerFormats
 from ..presets import preset_formats
@@ -24,26 +25,6 @@ logger = logging.getLogger(__name__)
 KLD = "KL divergence"
 UNKNOWN = "unknown"
 HEADINGS = ("layer", "formats", "key bias", "channels", "KL, nats/token", "remarks")
-
-
-class PreflightError(ValueError):
-    """Raised if a cache would corrupt the model's output, or if a layer cannot be checked.
-
-    Attributes:
-        layer_idx: The layer; `None` for all layers together.
-        signal: The signal's name, such as `"KL divergence"` or `"key bias"`.
-        value: Its value; `None` if it is unknown.
-        limit: The largest value allowed; `None` if `value` is unknown.
-        remedy: What to do instead.
-    """
-
-    def __init__(self, message: str, finding: Finding, remedy: str) -> None:
-        super().__init__(message)
-        self.layer_idx = finding.layer_idx
-        self.signal = finding.signal
-        self.value = finding.value
-        self.limit = finding.limit
-        self.remedy = remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +132,14 @@ class Preflight:
             expected = f"`{argument}` must fit the weights of {of_what}, got {kept} and {worst.detail}"
         remedy = ". Or use ".join(filter(None, (worst.remedy, self._found_good())))
         message = f"{self.where}: {expected}. {remedy}. force=True accepts it anyway."
-        return PreflightError(message, worst, remedy)
+        return PreflightError(
+            message,
+            layer_idx=worst.layer_idx,
+            signal=worst.signal,
+            value=worst.value,
+            limit=worst.limit,
+            remedy=remedy,
+        )
 
     def _found_good(self) -> str:
         """The remedies in words, such as `layers={0: 'int8'}`; empty if there are none."""

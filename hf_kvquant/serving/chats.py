@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
-from ..batching.grammars import BadGrammar, Grammars, Unavailable, check_installed
-from .fields import Parameters, Refused
+from ..batching.grammars import Grammars, check_installed
+from ..common.errors import BadGrammar, NoGrammars, RefusedRequest
+from .fields import Parameters
 from .reading import CALLS, Reader
 from .structured import grammar_of, written
 from .tools import ToolFormat, Tools, for_template, format_of
@@ -42,16 +43,16 @@ class Chats:
             tools: What it says about tools.
 
         Raises:
-            Refused: There is no template, or it does not take the messages or tools.
+            RefusedRequest: There is no template, or it does not take the messages or tools.
         """
         messages = body["messages"]
         if self._tokenizer.chat_template is None:
             message = "`messages` must come with a chat template, and the model's tokenizer has none. Use `prompt`."
-            raise Refused(message, param="messages")
+            raise RefusedRequest(message, param="messages")
         if tools is not None:
             self._check_tools()
         elif any(message.get("tool_calls") for message in messages) and not self._takes_tools:
-            raise Refused(
+            raise RefusedRequest(
                 "`messages` must have no `tool_calls`, since the model's chat template has no place for tools.",
                 param="messages",
             )
@@ -65,10 +66,12 @@ class Chats:
             )
             text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-            raise Refused(f"`messages` must be Unicode text, got {error.reason}.", param="messages") from error
+            raise RefusedRequest(f"`messages` must be Unicode text, got {error.reason}.", param="messages") from error
         except Exception as error:  # a template is a program
             told = str(error).rstrip(".") or type(error).__name__
-            raise Refused(f"`messages` must fit the model's chat template, got: {told}.", param="messages") from error
+            raise RefusedRequest(
+                f"`messages` must fit the model's chat template, got: {told}.", param="messages"
+            ) from error
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def reader(self, prompt: list[int], tools: Tools | None) -> Reader | None:
@@ -92,7 +95,7 @@ class Chats:
             reader: Of the answer.
 
         Raises:
-            Refused: It cannot be compiled, or llguidance is missing.
+            RefusedRequest: It cannot be compiled, or llguidance is missing.
         """
         tools, given = asked.tools, asked.structure_name
         if tools is not None and tools.must_call:
@@ -114,9 +117,9 @@ class Chats:
             self._grammars.compile(grammar)
         except (BadGrammar, UnicodeEncodeError) as error:
             message = f"`{given}` must be a grammar that can be compiled, got one that cannot: {error}."
-            raise Refused(message, param=given) from error
-        except Unavailable as error:
-            raise Refused(f"`{given}` {error}.", param=given) from error
+            raise RefusedRequest(message, param=given) from error
+        except NoGrammars as error:
+            raise RefusedRequest(f"`{given}` {error}.", param=given) from error
         return grammar
 
     @functools.cached_property
@@ -147,7 +150,7 @@ class Chats:
     def _check_tools(self) -> None:
         if not self._takes_tools:
             message = "`tools` must be left out, since the model's chat template has no place for them."
-            raise Refused(message, param="tools")
+            raise RefusedRequest(message, param="tools")
         self._calls_field()
 
     def _calls_field(self) -> Mapping[str, Any]:
@@ -160,7 +163,7 @@ class Chats:
             message = (
                 "`tools` must be left out, since the model's chat template asks for calls in a form that is not known."
             )
-            raise Refused(message, param="tools")
+            raise RefusedRequest(message, param="tools")
         found: Mapping[str, Any] = field
         return found
 
@@ -172,13 +175,13 @@ class Chats:
     def _grammars_of(self, tools: Tools, given: str) -> list[dict[str, Any]]:
         """Of an answer that calls, or that calls or says something."""
         if self._format is None or self._format.calls is None:
-            raise Unavailable("needs a grammar of the model's calls, and for those of this model there is none")
+            raise NoGrammars("needs a grammar of the model's calls, and for those of this model there is none")
         calls = tools.grammars(self._format, self._grammars.spelled)
         if tools.must_call:
             return calls
         begin = self._format.begin and self._grammars.spelled(self._format.begin)
         if not begin or not begin.startswith("<["):
-            raise Unavailable(
+            raise NoGrammars(
                 "needs a token with which calls begin if a function is `strict` and none has to be called, and the "
                 "model has none. Leave `strict` out"
             )

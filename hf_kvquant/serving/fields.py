@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..batching.sampling import Sampling
-from ..common.errors import did_you_mean
+from ..common.errors import RefusedRequest, did_you_mean
 from .structured import KINDS, is_format, is_structure, shown, wrong_structure
 from .tools import MAX_TOOLS, MESSAGE, ROLES, Tools, is_call, is_choice, is_tools, tools_of, wrong_tools
 
@@ -41,21 +41,6 @@ RESERVED = {
     ),
     "messages",
 } - {"documents"}
-
-
-class Refused(Exception):
-    """A mistake of the client.
-
-    Args:
-        message: What was expected, what came, and what to do.
-        status: Of HTTP.
-        param: The field; `None` if it is none.
-        code: OpenAI's name of the mistake, where it has one.
-    """
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,13 +257,13 @@ class Parameters:
             grammar: What the answer must match, compiled.
 
         Raises:
-            Refused: A bias is for a token that the model does not have.
+            RefusedRequest: A bias is for a token that the model does not have.
         """
         bias = {int(token): float(value) for token, value in self.settings.get("logit_bias", {}).items() if value}
         for token in bias:
             if token >= vocab_size:
                 expected = f"for token ids below {vocab_size}, as many as the model has"
-                raise Refused(f"`logit_bias` must be {expected}, got {token}.", param="logit_bias")
+                raise RefusedRequest(f"`logit_bias` must be {expected}, got {token}.", param="logit_bias")
         named = {name: value for name, value in self.settings.items() if name != "logit_bias"}
         narrowed = {"top_p": 1, "top_k": 0, "min_p": 0}
         is_named = any(named.get(name, neutral) != neutral for name, neutral in narrowed.items())
@@ -298,21 +283,23 @@ def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Par
         model: The name by which clients call the model; `None` if any name will do.
 
     Raises:
-        Refused: A field is not known or not served, or its value is wrong.
+        RefusedRequest: A field is not known or not served, or its value is wrong.
     """
     given = checked(body, {name: field for name, field in FIELDS.items() if route in field.routes}, route)
     if model is not None and given.get("model", model) != model:
         message = f"`model` must be {model!r} or left out, got {shown(given['model'])}. See /v1/models."
-        raise Refused(message, status=404, param="model", code="model_not_found")
+        raise RefusedRequest(message, status=404, param="model", code="model_not_found")
     if "stream_options" in given and not given.get("stream"):
-        raise Refused("`stream_options` must come with `stream`, got it alone. Leave it out.", param="stream_options")
+        raise RefusedRequest(
+            "`stream_options` must come with `stream`, got it alone. Leave it out.", param="stream_options"
+        )
     lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
     if len(lengths) > 1:
         message = "`max_tokens` and `max_completion_tokens` must agree, got two lengths. Leave one out."
-        raise Refused(message, param="max_tokens")
+        raise RefusedRequest(message, param="max_tokens")
     if all(name in given for name in STRUCTURE) and given["response_format"]["type"] != "text":
         message = "`structured_outputs` must be left out with `response_format`, got both."
-        raise Refused(message, param="structured_outputs")
+        raise RefusedRequest(message, param="structured_outputs")
     if route == CHAT:
         _check_messages(given.get("messages"))
     elif "prompt" not in given:
@@ -341,19 +328,19 @@ def checked(body: Mapping[str, Any], fields: Mapping[str, Field], route: str) ->
         route: For messages.
 
     Raises:
-        Refused: A field is not known or not served, or its value is wrong.
+        RefusedRequest: A field is not known or not served, or its value is wrong.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         field = fields.get(name)
         if field is None:
             message = f"`{name}` must be left out, since {route} has no such field.{did_you_mean(name, fields)}"
-            raise Refused(message, param=name)
+            raise RefusedRequest(message, param=name)
         if not field.is_right(value):
             raise wrong(name, value, field)
         why_not = field.why_not(value)
         if why_not is not None:
-            raise Refused(f"`{name}` must {why_not}.", param=name)
+            raise RefusedRequest(f"`{name}` must {why_not}.", param=name)
     return given
 
 
@@ -370,11 +357,13 @@ def _num_logprobs(given: dict[str, Any], route: str) -> int | None:
         raise _wrong("logprobs", value)
     if value is False:
         if given.get("top_logprobs"):
-            raise Refused("`top_logprobs` must come with `logprobs`, got it alone. Send true.", param="top_logprobs")
+            raise RefusedRequest(
+                "`top_logprobs` must come with `logprobs`, got it alone. Send true.", param="top_logprobs"
+            )
         return None
     if given.get("echo"):
         message = "`logprobs` must be left out with `echo`, since those of a prompt are not served, got both."
-        raise Refused(message, param="logprobs")
+        raise RefusedRequest(message, param="logprobs")
     return int(given.get("top_logprobs", 0) if route == CHAT else value)
 
 
@@ -384,17 +373,17 @@ def _tools(given: dict[str, Any]) -> Tools | None:
     choice = given.get("tool_choice", "auto")
     if len(names) > len(set(names)):
         twice = next(name for name in names if names.count(name) > 1)
-        raise Refused(f"`tools` must have different names, got {twice!r} twice.", param="tools")
+        raise RefusedRequest(f"`tools` must have different names, got {twice!r} twice.", param="tools")
     if choice not in ("none", "auto") and not names:
-        raise Refused("`tool_choice` must come with `tools`, got it alone. Leave it out.", param="tool_choice")
+        raise RefusedRequest("`tool_choice` must come with `tools`, got it alone. Leave it out.", param="tool_choice")
     if isinstance(choice, dict) and choice["function"]["name"] not in names:
         message = f"`tool_choice` must name one of {names}, got {shown(choice['function']['name'])}."
-        raise Refused(message, param="tool_choice")
+        raise RefusedRequest(message, param="tool_choice")
     found = tools_of(given)
     is_bound = any(given.get(name, {"type": "text"}) != {"type": "text"} for name in STRUCTURE)
     if found is not None and is_bound and (found.must_call or found.is_strict):
         message = "`tools` that are strict or must be called must come without a grammar of the answer, got both."
-        raise Refused(message, param="tools")
+        raise RefusedRequest(message, param="tools")
     return found
 
 
@@ -404,27 +393,27 @@ def _check_messages(messages: list[Any] | None) -> None:
         raise _wrong("messages", None)
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(f"`messages` must each have a role, got {shown(message)}.", param="messages")
+            raise RefusedRequest(f"`messages` must each have a role, got {shown(message)}.", param="messages")
         if message["role"] not in ROLES:
             expected = f"must be one of {', '.join(ROLES)}"
-            raise Refused(f"the `role` of a message {expected}, got {shown(message['role'])}.", param="messages")
+            raise RefusedRequest(f"the `role` of a message {expected}, got {shown(message['role'])}.", param="messages")
         if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
-            raise Refused("a message of the role tool must have a `tool_call_id`, got none.", param="messages")
+            raise RefusedRequest("a message of the role tool must have a `tool_call_id`, got none.", param="messages")
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(is_call, calls)):
             expected = "calls of functions, each with a name and with a JSON object as its arguments, in text"
-            raise Refused(f"`tool_calls` of a message must be {expected}, got {shown(calls)}.", param="messages")
+            raise RefusedRequest(f"`tool_calls` of a message must be {expected}, got {shown(calls)}.", param="messages")
         for name, value in message.items():
             if name not in MESSAGE and value:
-                raise Refused(f"a message must have no `{name}`, which is not served.", param="messages")
+                raise RefusedRequest(f"a message must have no `{name}`, which is not served.", param="messages")
         content = message.get("content")
         if content is None and not calls:
             told = f"a message of the role {message['role']} must have a `content`, got none. Write some text."
-            raise Refused(told, param="messages")
+            raise RefusedRequest(told, param="messages")
         parts = content if isinstance(content, list) else []
         if not isinstance(content, str | list | None) or not all(map(_is_text, parts)):
             expected = "each have a text, or a list of texts, as content"
-            raise Refused(f"`messages` must {expected}, got {shown(content)}.", param="messages")
+            raise RefusedRequest(f"`messages` must {expected}, got {shown(content)}.", param="messages")
 
 
 def _is_text(part: Any) -> bool:
@@ -436,11 +425,11 @@ def _is_same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _wrong(name: str, got: Any) -> Refused:
+def _wrong(name: str, got: Any) -> RefusedRequest:
     return wrong(name, got, FIELDS[name])
 
 
-def wrong(name: str, got: Any, field: Field) -> Refused:
+def wrong(name: str, got: Any, field: Field) -> RefusedRequest:
     """The refusal of a value of a field."""
     expected = field.expected if field.is_served else f"{field.expected}, since it is not served"
-    return Refused(f"`{name}` must be {expected}, got {shown(got)}.", param=name)
+    return RefusedRequest(f"`{name}` must be {expected}, got {shown(got)}.", param=name)

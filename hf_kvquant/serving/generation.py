@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ..batching.grammars import Grammars, Unavailable
+from ..batching.grammars import Grammars
 from ..batching.manager import Manager
 from ..batching.sampling import KEY, SETTINGS, Sampling, greedy_config
+from ..common.errors import NoGrammars, RefusedRequest
 from ..models.text_config import context_of, text_config_of
-from .fields import Parameters, Refused
+from .fields import Parameters
 from .metrics import Metrics
 from .requests import OpenRequest, OpenRequests, Router
 from .writing import Writer
@@ -70,7 +71,7 @@ class Generation:
         self.num_positions = context_of(model)
         self.grammars = Grammars(tokenizer, self._vocab_size, self._end_tokens())
         if importlib.util.find_spec("llguidance") is not None:
-            with contextlib.suppress(Unavailable):  # requests that ask for one are told
+            with contextlib.suppress(NoGrammars):  # requests that ask for one are told
                 self.grammars.prepare()
         self.manager.grammars = self.grammars
         self.manager.output_router = Router(self.requests)
@@ -170,22 +171,22 @@ class Generation:
             wanted: What the client asks for; `None` if it does not say.
 
         Raises:
-            Refused: Prompt and answer cannot fit.
+            RefusedRequest: Prompt and answer cannot fit.
         """
         if num_prompt == 0:
-            raise Refused("the prompt must have a token, got none. Write some text.")
+            raise RefusedRequest("the prompt must have a token, got none. Write some text.")
         left, limits = self.room - num_prompt, f"{self.num_tokens} tokens fit into the pages"
         if self.num_positions is not None:
             limits += f", and the model has {self.num_positions} positions"
         if left < 1:
-            raise Refused(
+            raise RefusedRequest(
                 f"the prompt must leave room for an answer, got {num_prompt} tokens: {limits}. Shorten it.",
                 code="context_length_exceeded",
             )
         if wanted is None:
             return min(max(self._own.max_new_tokens or 0, DEFAULT_TOKENS), left)
         if wanted > left:
-            raise Refused(
+            raise RefusedRequest(
                 f"prompt and `max_tokens` must fit, got {num_prompt} and {wanted} tokens: {limits}. Ask for {left} or "
                 "less.",
                 code="context_length_exceeded",
@@ -196,12 +197,12 @@ class Generation:
         """Refuse token ids that the model does not have.
 
         Raises:
-            Refused: One is too large.
+            RefusedRequest: One is too large.
         """
         largest = max(ids)
         if largest >= self._vocab_size:
             expected = f"token ids below {self._vocab_size}, as many as the model has"
-            raise Refused(f"`prompt` must be {expected}, got {largest}.", param="prompt")
+            raise RefusedRequest(f"`prompt` must be {expected}, got {largest}.", param="prompt")
 
     def submit(
         self,

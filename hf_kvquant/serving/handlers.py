@@ -15,8 +15,9 @@ from typing import Any
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from ..common.errors import RefusedRequest
 from .chats import Chats
-from .fields import CHAT, MAX_ANSWERS, Parameters, Refused, parameters_of, prompts_of
+from .fields import CHAT, MAX_ANSWERS, Parameters, parameters_of, prompts_of
 from .forms import ChatForm, CompletionForm, Form, Usage
 from .generation import Generation
 from .model import PatchedModels
@@ -46,7 +47,7 @@ class Handler:
         """Answer a request that the front door has let in.
 
         Raises:
-            Refused: The request is wrong.
+            RefusedRequest: The request is wrong.
             HTTPException: It failed.
         """
         kind: type[Form] = ChatForm if self._route == CHAT else CompletionForm
@@ -89,12 +90,12 @@ class Handler:
             prompts = prompts_of(body["prompt"])
             if len(prompts) * asked.num_choices > MAX_ANSWERS:
                 got = f"{len(prompts)} prompts with `n` of {asked.num_choices}"
-                raise Refused(f"a request must ask for at most {MAX_ANSWERS} answers, got {got}. Split it.")
+                raise RefusedRequest(f"a request must ask for at most {MAX_ANSWERS} answers, got {got}. Split it.")
             return [self._tokens_of(prompt) for prompt in prompts]
-        except Refused:
+        except RefusedRequest:
             raise
         except Exception as error:  # no chat template, roles that it refuses, text that is not Unicode, …
-            raise Refused(f"the request cannot be read: {error or type(error).__name__}") from error
+            raise RefusedRequest(f"the request cannot be read: {error or type(error).__name__}") from error
 
     def _tokens_of(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -17,6 +17,8 @@ from typing import Any
 
 import openai
 
+from ..common.errors import ServerFailed
+
 # Common English words: most vocabularies have each of them as a token.
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -68,10 +70,6 @@ class Answer:
     error: str | None = None
 
 
-class Failed(Exception):
-    """A server does not answer as OpenAI's API does."""
-
-
 def prompts_of(count: int, num_words: int, seed: int) -> list[str]:
     """Prompts of random words. They begin differently, so that a server cannot share the beginning of one."""
     draw = random.Random(seed)
@@ -82,17 +80,17 @@ async def models_of(url: str, api_key: str, timeout: float) -> list[str]:
     """The models that a server names.
 
     Raises:
-        Failed: It names none.
+        ServerFailed: It names none.
     """
     async with client_of(url, api_key, timeout) as client:
         try:
             names = [each.id for each in (await client.models.list()).data]
         except openai.OpenAIError as error:
-            raise Failed(told(error)) from error
+            raise ServerFailed(told(error)) from error
         except (AttributeError, TypeError, ValueError) as error:  # it answers with something else
-            raise Failed(f"{url}/models does not list models") from error
+            raise ServerFailed(f"{url}/models does not list models") from error
     if not names:
-        raise Failed("it serves no model")
+        raise ServerFailed("it serves no model")
     return names
 
 

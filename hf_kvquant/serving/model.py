@@ -12,16 +12,9 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import Modality
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from ..common.errors import BadTemplate, ConfigDoesNotFit
 from ..config import KVQuantConfig
 from ..patching import patch
-
-
-class DoesNotFit(Exception):
-    """The config does not fit the model."""
-
-
-class BadTemplate(Exception):
-    """The chat template cannot be read."""
 
 
 class PatchedModels(ModelManager):
@@ -41,7 +34,7 @@ class PatchedModels(ModelManager):
         tokenizer: Of the model.
 
     Raises:
-        DoesNotFit: See `patch`.
+        ConfigDoesNotFit: See `patch`.
         NotImplementedError: Likewise.
         OSError, ValueError: There is no such model, or it takes more than text.
         BadTemplate: See there.
@@ -79,7 +72,7 @@ class PatchedModels(ModelManager):
         try:
             return patch(model, self._config)
         except (TypeError, ValueError) as error:
-            raise DoesNotFit(str(error)) from error
+            raise ConfigDoesNotFit(str(error)) from error
 
     def _load_part(self, model_id_and_revision: str) -> PreTrainedModel:
         """The part of this rank, which transformers' server does not load."""

@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Sequence
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from ..common.errors import UnreadableAnswer
 from .metrics import Metrics
 from .pieces import Piece
-from .writing import Unreadable, Writer
+from .writing import Writer
 
 SHUT_DOWN = "the server shut down before the answer was complete"
 
@@ -160,7 +161,7 @@ class OpenRequests:
                 continue
             try:
                 self._write(answer, output)
-            except Unreadable as error:
+            except UnreadableAnswer as error:
                 self._fail(answer.request, "failed", str(error))
 
     def end_all(self, outcome: str, error: str, status: int) -> None:

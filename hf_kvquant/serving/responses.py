@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from ..common.errors import RefusedRequest
 from . import fields as chat
-from .fields import CHAT, Field, Refused, note, without_effect
+from .fields import CHAT, Field, note, without_effect
 from .structured import is_format, shown
 from .tools import is_choice, is_tools, wrong_tools
 
@@ -142,14 +143,14 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     """The body of the chat that a request asks for.
 
     Raises:
-        Refused: A field is not known or not served, or its value is wrong.
+        RefusedRequest: A field is not known or not served, or its value is wrong.
     """
     given = chat.checked(body, FIELDS, ROUTE)
     if "input" not in given:
         raise chat.wrong("input", None, FIELDS["input"])
     why_not = wrong_tools(_tools(given.get("tools", [])))
     if why_not is not None:
-        raise Refused(f"`tools` must {why_not}.", param="tools")
+        raise RefusedRequest(f"`tools` must {why_not}.", param="tools")
     found = {name: given[name] for name in ("model", "stream", "parallel_tool_calls", *_AS_IN_CHATS) if name in given}
     found["messages"] = _messages(given["input"], given.get("instructions"))
     if "max_output_tokens" in given:
@@ -171,12 +172,12 @@ def by_its_names() -> Iterator[None]:
     names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
     try:
         yield
-    except Refused as error:
+    except RefusedRequest as error:
         message = error.message.replace(CHAT, ROUTE)
         for theirs, ours in names.items():
             message = message.replace(f"`{theirs}`", f"`{ours}`")
         param = names.get(error.param or "", error.param)
-        raise Refused(message, status=error.status, param=param, code=error.code) from error
+        raise RefusedRequest(message, status=error.status, param=param, code=error.code) from error
 
 
 def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
@@ -185,14 +186,18 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
         given = [{"role": "user", "content": given}]
     elif "role" not in given[0] and given[0].get("type") in _PARTS:
         if not all(each.get("type") in _PARTS for each in given):
-            raise Refused(f"`input` must have messages or parts of one, got both: {shown(given)}.", param="input")
+            raise RefusedRequest(
+                f"`input` must have messages or parts of one, got both: {shown(given)}.", param="input"
+            )
         given = [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
     thoughts = ""
     for item in given:
         kind = item.get("type", "message")
         if kind in _PARTS:
-            raise Refused(f"`input` must have messages or parts of one, got both: {shown(given)}.", param="input")
+            raise RefusedRequest(
+                f"`input` must have messages or parts of one, got both: {shown(given)}.", param="input"
+            )
         if kind == "reasoning":
             thoughts += "".join(part["text"] for part in item.get("content") or [])
             continue
@@ -209,7 +214,7 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
         if thoughts and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"], thoughts = thoughts, ""
     if not messages:
-        raise Refused("`input` must have a message, got none. Write some text.", param="input")
+        raise RefusedRequest("`input` must have a message, got none. Write some text.", param="input")
     if instructions:
         if messages[0]["role"] in ("system", "developer"):  # templates take one of them
             messages[0]["content"] = f"{instructions}\n\n{messages[0]['content']}"

@@ -28,7 +28,8 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from .fields import CHAT, COMPLETION, Refused
+from ..common.errors import RefusedRequest
+from .fields import CHAT, COMPLETION
 from .front import PAGE, FrontDoor, refusal
 from .generation import Generation
 from .handlers import Handler, ResponseHandler
@@ -111,8 +112,8 @@ def start(
     async def failed(_: Request, error: HTTPException) -> JSONResponse:
         return refusal(error.status_code, str(error.detail))
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> JSONResponse:
+    @app.exception_handler(RefusedRequest)
+    async def refused(_: Request, error: RefusedRequest) -> JSONResponse:
         return refusal(error.status, error.message, error.param, error.code)
 
     @app.exception_handler(RequestValidationError)

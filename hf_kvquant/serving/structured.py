@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..batching.grammars import BadGrammar
+from ..common.errors import BadGrammar
 
 MAX_CHOICES = 1024
 # Of `structured_outputs`, each with what it must be.

@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..batching.sampling import TokenLogprobs
+from ..common.errors import UnreadableAnswer
 from .pieces import Logprob, Piece
 from .reading import Reader
 from .tools import ToolCall
@@ -62,13 +63,6 @@ def text_of(tokenizer: Any, token: int) -> str:
     """The text of one token. Some tokenizers leave out a space at the beginning, so another token goes before."""
     before = tokenizer("a", add_special_tokens=False)["input_ids"]
     return str(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
-
-
-class Unreadable(Exception):
-    """A parser has met what it does not expect."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(f"the answer cannot be read: {error or type(error).__name__}")
 
 
 class Writer:
@@ -159,7 +153,7 @@ class Writer:
             end_tokens: Any of them ends the answer.
 
         Raises:
-            Unreadable: See there.
+            UnreadableAnswer: See there.
         """
         begin, tokens = self.num_tokens, output.generated_tokens
         logprobs: Any = output.logprobs  # what `batching.sampling.reports` makes of a token, not a number
@@ -170,7 +164,7 @@ class Writer:
                 texts += self.finish()
                 reason = "tool_calls" if self.has_called and is_complete else "stop" if is_complete else "length"
         except Exception as error:
-            raise Unreadable(error) from error
+            raise UnreadableAnswer(error) from error
         return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason)
 
     def taken_logprobs(self) -> list[Logprob] | None:

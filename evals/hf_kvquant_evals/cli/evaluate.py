@@ -29,10 +29,10 @@ from hf_kvquant.jobs.processes import tell_one_process, this_process_device
 from hf_kvquant.models.probing import has_bfloat16_matmul
 
 from ..choices import MINUTES, SHORT_TOKENS, SHORT_WINDOW, TESTS
+from ..errors import CannotInject
 from ..long_context import measure as long_context
 from ..perplexity import measure as perplexity
 from ..perplexity import results as perplexity_results
-from ..preparation import CannotInject
 from ..records import RunRecord
 from ..report import page
 from ..tasks import data

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_kvquant.cache.cache import KVQuantCache
 from hf_kvquant.cache.layers import KVQuantLayer
-from hf_kvquant.common.errors import Refused, UsageError
+from hf_kvquant.common.errors import RefusedResult, UsageError
 from hf_kvquant.common.naming import sha256
 from hf_kvquant.common.tables import or_dash, print_table, with_error
 from hf_kvquant.config import KVQuantConfig
@@ -128,7 +128,7 @@ def checked_scores(
     for name, scores in results.items():
         check_pairs(f"preset {name}", scores)
         if not all(map(math.isfinite, scores.log_likelihood)):
-            raise Refused(
+            raise RefusedResult(
                 f"preset {name} must give finite log-likelihoods, got {scores.log_likelihood}. Use --dtype float32 or "
                 "bfloat16."
             )

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_kvquant import ops
-from hf_kvquant.common.errors import Refused
+from hf_kvquant.common.errors import RefusedResult
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.presets import UNQUANTIZED
@@ -99,7 +99,7 @@ class Gate:
             with PairCounter() as seen:
                 self.log_probs(name, config, COUNTED_CHUNK, tokens=COUNTED_TOKENS, on_chunk=streams.append)
             if streams[-1].pairs_read != seen.pairs:
-                raise Refused(
+                raise RefusedResult(
                     f"preset {name} must count the {seen.pairs} (query, token) pairs that the op serves, got "
                     f"{streams[-1].pairs_read}. A bug, please report it."
                 )
@@ -140,7 +140,7 @@ class Gate:
             for what, each in between.items():
                 if not each <= bound:
                     self._check_model(reference, bound)
-                    raise Refused(
+                    raise RefusedResult(
                         f"preset {name} must give the same distribution {what} within {bound:.1e} nats per token, got "
                         f"{each:.1e}. Attention depends on how a text is fed: a bug, please report it."
                     )
@@ -172,7 +172,7 @@ class Gate:
     def _check_model(self, reference: Tensor, bound: float) -> None:
         """Refuse a model that itself computes another function for chunks than for single tokens, to blame no cache."""
         if not (apart := mean(divergence(reference, self.reference(1)))) <= bound:
-            raise Refused(
+            raise RefusedResult(
                 f"{type(self.model).__name__} must give the same distribution for chunks and for single tokens within "
                 f"{bound:.1e} nats per token, got {apart:.1e} with transformers' own cache. The error is in the "
                 "model's code. Use 'hf-kvquant eval tasks', or another version of transformers."
@@ -186,7 +186,9 @@ class Gate:
         reference = self.reference(32)
         exact = mean(divergence(reference, self.log_probs(UNQUANTIZED, self.configs[UNQUANTIZED], 32)))
         if self.model.dtype == torch.float32 and not exact < GATE_FLOAT32:
-            raise Refused(f"control: `none` must be within {GATE_FLOAT32} nats of the unquantised cache, got {exact}.")
+            raise RefusedResult(
+                f"control: `none` must be within {GATE_FLOAT32} nats of the unquantised cache, got {exact}."
+            )
         found: dict[str, Any] = {"none": exact, "permuted_scales": {}}
         for name, config in self.configs.items():
             if name == UNQUANTIZED:
@@ -197,7 +199,7 @@ class Gate:
             agreement = mean((broken.argmax(-1) == reference.argmax(-1))[FIRST_CHUNK:])
             found["permuted_scales"][name] = agreement
             if not agreement < CONTROL_AGREEMENT:
-                raise Refused(
+                raise RefusedResult(
                     f"control: {name} with the scales of its tokens permuted must agree with the unquantised "
                     f"cache in fewer than {CONTROL_AGREEMENT:.0%} of the tokens, got {agreement:.1%}. This text or "
                     "model cannot show an error of that kind."

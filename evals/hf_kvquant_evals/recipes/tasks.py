@@ -23,6 +23,7 @@ from hf_kvquant.common.errors import UsageError
 from hf_kvquant.models.text_config import context_of
 from hf_kvquant.presets import UNQUANTIZED
 
+from ..errors import CannotScore
 from ..paired import average_and_error
 from ..preparation import Subject
 from ..records import RunRecord, measuring
@@ -106,7 +107,6 @@ def fill(
     """Measure the tasks that are missing (`undone`). `ids` is the text before their items, `[tokens]` int64."""
     if not missing:
         return
-    from ..tasks.scoring import CannotScore
     from .lm_eval_model import RecipesLM
 
     model = subject.model

@@ -30,14 +30,14 @@ from hf_kvquant.patching import patch
 from hf_kvquant.transforms.of_model import key_transforms
 from hf_kvquant.upstream.releases import with_cache
 
-from ..errors import NothingRead
+from ..errors import CannotScore, NothingRead
 from ..measuring.pairs import Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
 from ..measuring.simulation import simulated, simulated_cache, why_not_simulated
 from .batches import Row, Score, batches, max_padded_length
 from .data import MODES
 from .paged_generation import Prompt, generate
 from .paged_scores import Scorer
-from .scoring import Answer, CannotScore, Request, ScoringLM
+from .scoring import Answer, Request, ScoringLM
 
 # Tokens of each chunk after the first: the most that see each other as codes. So the logits of a long text (lm-eval's
 # wikitext) are never held at once.

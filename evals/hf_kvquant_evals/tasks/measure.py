@@ -15,10 +15,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hf_kvquant.common.errors import Refused, UsageError
+from hf_kvquant.common.errors import RefusedResult, UsageError
 from hf_kvquant.common.naming import sha256
 
-from ..errors import NothingRead
+from ..errors import CannotScore, NothingRead
 from ..preparation import Subject
 from ..records import measuring, open_record
 from .data import MODES, check_data, checked_names, data_file, load_tasks
@@ -67,7 +67,6 @@ def measure(
     import lm_eval
 
     from .lm_eval_model import KVQuantLM
-    from .scoring import CannotScore
 
     tokenizer, configs = subject.tokenizer, subject.configs
     check_tokenizer(subject)
@@ -109,7 +108,7 @@ def measure(
             try:
                 result = evaluate(lm, name, tasks[name], limit)
             except NothingRead as error:
-                raise Refused(f"{name}, {preset}: {error} {record.kept()}") from error
+                raise RefusedResult(f"{name}, {preset}: {error} {record.kept()}") from error
             except CannotScore as error:
                 raise UsageError(f"`--tasks` {name} does not fit {subject.name}. {error}") from error
             if result is not None:

@@ -18,16 +18,13 @@ from hf_kvquant.attention.backends import without_cudnn
 from hf_kvquant.common.progress import show_progress
 from hf_kvquant.upstream.releases import with_cache
 
+from ..errors import CannotScore
 from .batches import Row, Score
 
 # The texts (`None` within a rolling one), then the tokens of context and continuation.
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 # The log-likelihood of a continuation, and whether it is the greedy one.
 Answer = tuple[float, bool]
-
-
-class CannotScore(ValueError):
-    """An item does not fit into the model's context."""
 
 
 # lm-eval is only partly typed.
