@@ -276,7 +276,8 @@ def main() -> None:
         raise SystemExit("bench_chunks: needs a GPU and an extension built with CUDA.")
     started = time.perf_counter()
     torch.manual_seed(0)
-    results: dict[str, Any] = {**card(), **gpu_card(), "peer_versions": {} if arguments.pages else peer_versions("fa3-fwd")}
+    versions = {} if arguments.pages else peer_versions("fa3-fwd")
+    results: dict[str, Any] = {**card(), **gpu_card(), "peer_versions": versions}
     results |= {"head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
     for batch, length, num_new in CASES:
         if num_new < arguments.least_new:
