@@ -66,6 +66,11 @@ struct Divisor {
 #endif
 };
 
+inline Divisor divisor(int64_t value) {
+  const auto small = static_cast<unsigned>(value);
+  return {small, static_cast<unsigned>((0x7fffffffull + small) / small)};
+}
+
 // The query rows of a key-value head: row r is query token r / num_q_per_kv, head r % num_q_per_kv of the group.
 struct Rows {
   Divisor num_q_per_kv;

@@ -41,11 +41,6 @@ LatentKernel choose_kernel(const DecodeParams& params, int num_rows) {
   return is_narrow ? latent_kernel_for<Storage::int4>(latent.head_dim, num_rows) : LatentKernel{};
 }
 
-Divisor divisor(int64_t value) {
-  const auto small = static_cast<unsigned>(value);
-  return {small, static_cast<unsigned>((0x7fffffffull + small) / small)};
-}
-
 // Into how many parts to cut each of `units` rows of `tiles` tiles, for `slots` thread blocks at a time.
 int64_t choose_splits(int64_t units, int64_t tiles, int64_t slots) {
   int64_t best = 1, least = INT64_MAX;

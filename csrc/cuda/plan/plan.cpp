@@ -17,11 +17,6 @@ constexpr int kMinTokensPerSplit = 128;
 // Limits of the attention kernel's grid, which is thread blocks of a head x heads x sequences.
 constexpr int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
 
-Divisor divisor(int64_t value) {
-  const auto small = static_cast<unsigned>(value);
-  return {small, static_cast<unsigned>((0x7fffffffull + small) / small)};
-}
-
 // Strides are in bytes, and multiples of 16 wherever the kernel uses them.
 Origin origin(const void* data, int64_t stride_b, int64_t stride_h) {
   return {data, static_cast<uint32_t>(stride_b / 16), static_cast<uint32_t>(stride_h / 16)};
