@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "../../requirements.h"
 #include "../common/device.h"
 #include "latent.h"
 
@@ -15,30 +16,14 @@ constexpr int kTilesOfStart = 4, kPartsOfTile = 16;
 constexpr int64_t kMaxSplits = 512;
 constexpr int kCombineWarps = kLatentCombineThreads / 32;
 
-// Whether a side has a row of codes with scales of its own for every token, where copies of 16 bytes can read them.
-bool has_rows(const Side& side, int num_groups) {
-  const int64_t strides = side.scale_stride_b | side.scale_stride_g | side.zero_stride_b | side.zero_stride_g;
-  const int64_t bytes = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_t |
-                        reinterpret_cast<int64_t>(side.scale) | reinterpret_cast<int64_t>(side.zero) | 2 * strides;
-  return side.num_groups == num_groups && side.codes_stride_t == row_bytes_of(side) && side.scale_stride_t == 1 &&
-         (side.zero == nullptr || side.zero_stride_t == 1) && !side.has_channel_scales && bytes % 16 == 0;
-}
-
+// The kernel of a call that meets all requirements.
 LatentKernel choose_kernel(const DecodeParams& params, int num_rows) {
-  const Side &latent = params.key_side, &rope = params.value_side;
-  const bool is_narrow = latent.storage == Storage::int4;
-  const bool fits = params.num_kv_heads == 1 && !params.is_ring && params.query.dtype != Dtype::fp32 &&
-                    rope.head_dim <= kRopeChannels && rope.head_dim % 16 == 0 && rope.is_symmetric &&
-                    latent.is_symmetric == !is_narrow && (latent.tail == nullptr) == (rope.tail == nullptr) &&
-                    latent.ring == rope.ring &&
-                    has_rows(latent, is_narrow ? latent.head_dim / kLatentGroup : 1) && has_rows(rope, 1);
-  if (!fits) return {};
-  if (latent.storage == Storage::fp8 && rope.storage == Storage::fp8) {
-    return latent_kernel_for<Storage::fp8>(latent.head_dim, num_rows);
+  const int rank = params.key_side.head_dim;
+  switch (params.key_side.storage) {
+    case Storage::fp8: return latent_kernel_for<Storage::fp8>(rank, num_rows);
+    case Storage::int8: return latent_kernel_for<Storage::int8>(rank, num_rows);
+    default: return latent_kernel_for<Storage::int4>(rank, num_rows);
   }
-  if (rope.storage != Storage::int8) return {};
-  if (latent.storage == Storage::int8) return latent_kernel_for<Storage::int8>(latent.head_dim, num_rows);
-  return is_narrow ? latent_kernel_for<Storage::int4>(latent.head_dim, num_rows) : LatentKernel{};
 }
 
 // Into how many parts to cut each of `units` rows of `tiles` tiles, for `slots` thread blocks at a time.
@@ -56,16 +41,16 @@ int64_t choose_splits(int64_t units, int64_t tiles, int64_t slots) {
 }  // namespace
 
 LatentPlan plan_latent(const DecodeParams& params) {
+  const Call call{params, nullptr};
+  if (const Unmet unmet = unmet_by_latent(call)) {
+    throw std::invalid_argument("attend_latent: the cache and the query must be what the CUDA kernels serve: " +
+                                unmet.sentence(call) + ". Ask Operands.serves_latent first.");
+  }
   LatentPlan plan{};
   const int64_t num_rows = int64_t{params.num_q_heads} * params.q_len;
   const int64_t num_row_tiles = (num_rows + kMostLatentRows - 1) / kMostLatentRows;
   const LatentKernel& kernel = plan.kernel =
       choose_kernel(params, static_cast<int>((num_rows + num_row_tiles - 1) / num_row_tiles));
-  if (kernel.attend == nullptr) {
-    throw std::invalid_argument(
-        "attend_latent: the cache must be int8, fp8 or int4 latents of 256 or 512 channels with a 16-bit query for the "
-        "CUDA kernels, got others. Ask Operands.serves_latent first.");
-  }
   const void* const attend = reinterpret_cast<const void*>(kernel.attend);
   const Device device = current_device();
   const int ctas = remember(std::make_tuple(attend, device.number), [&] {
