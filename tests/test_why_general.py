@@ -6,18 +6,23 @@ of what the plans of a GPU choose, need one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import importlib
 import mmap
 from typing import Any
 
 import pytest
 import torch
+from models import family, llama
 from torch import Tensor
 
-from hf_kvquant import ops
+from hf_kvquant import KVQuantConfig, ops, patch, patched, report
 from hf_kvquant._ops import ops as torch_ops
+from hf_kvquant.cache import support
 from hf_kvquant.config import PRESETS
 from hf_kvquant.ops import kernels
+from hf_kvquant.patching import _log_general
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.planes import Planes
@@ -439,6 +444,63 @@ def test_python_and_c_agree_on_formats_of_latents(monkeypatch: pytest.MonkeyPatc
                     layout = KVLayout(key, value)
                     why = ops.why_no_latent_kernel(CPU, layout, (rank, rope), torch.bfloat16)
                     assert ops.serves_latent(torch.device("cuda", 0), layout, rank, rope) is (why == ""), why
+
+
+# --- what users are told ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that is not there, of which the ops say on the CPU what they would say."""
+    device, asked = torch.device("cuda", 0), (ops.why_general, ops.why_no_latent_kernel)
+    for name, ask in zip(("why_general", "why_no_latent_kernel"), asked, strict=True):
+        monkeypatch.setattr(ops, name, lambda device, *args, ask=ask: ask(CPU, *args))
+    monkeypatch.setattr(ops, "has_kernels", lambda kind: True)
+    monkeypatch.setattr(ops, "why_reference", lambda device, *head_dims: None)
+    monkeypatch.setattr(ops, "kernel_name", lambda device, *head_dims: "CUDA kernel")
+    monkeypatch.setattr(ops, "serves_latent", lambda device, layout, rank, rope: rank in (256, 512))
+    for name in ("report", "patching"):
+        module = importlib.import_module(f"hf_kvquant.{name}")
+        monkeypatch.setattr(module, "layer_devices", lambda model: dict.fromkeys(range(8), device))
+    return device
+
+
+def test_a_report_says_why_the_general_kernel_serves(on_gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    _log_general.cache_clear()
+    model = copy.deepcopy(llama()).to(torch.bfloat16)
+    with patched(model, "int8"):
+        assert {(layer.kernel, layer.why_general) for layer in report(model).layers} == {("CUDA kernel", "")}
+        assert "general" not in caplog.text
+    reason = "wanted a query in float16 or bfloat16, got float32"
+    model = llama()
+    with patched(model, "int8"):
+        result = report(model)
+        assert {(layer.kernel, layer.why_general) for layer in result.layers} == {("CUDA kernel, general", reason)}
+        assert result.is_served, "from codes, only slower"
+        assert reason in str(result) and result.to_dict()["layers"][0]["why_general"] == reason
+        told = (
+            f"the general CUDA kernel serves layers 0, 1 of LlamaForCausalLM: correct, several times slower ({reason})."
+        )
+        assert caplog.text.count(told) == 1
+        patch(model, "int8")
+        assert caplog.text.count(told) == 1
+
+
+def test_a_report_says_why_no_kernel_attends_to_latents(on_gpu: torch.device) -> None:
+    model = copy.deepcopy(family("deepseek_v3")).to(torch.bfloat16)
+    with patched(model, "int8"):
+        [reason] = {layer.reason for layer in report(model).layers}
+    assert reason.startswith(
+        f"no compiled kernel attends to latents (MLA) of this format on {on_gpu.type}: wanted latents"
+    )
+
+
+def test_only_gpus_are_asked(on_gpu: torch.device) -> None:
+    formats = KVQuantConfig.from_preset("int8").formats(0)
+    for device in (CPU, torch.device("meta")):
+        assert support.why_general(formats, device, (64, 64), torch.float32) == "", "there is no choice of kernels"
+    assert support.why_general(formats, on_gpu, (), torch.float32) == "", "head_dims are unknown"
+    assert support.why_general(formats, on_gpu, (64, 64), torch.float32) != ""
 
 
 # --- what needs a GPU -------------------------------------------------------------------------------------------------
