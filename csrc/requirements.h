@@ -44,7 +44,7 @@ struct Unmet {
   std::string sentence(const Call& call) const { return requirement->sentence(call, *side); }
 };
 
-// Of the attention kernel (attend/), of the chunk kernel (chunk/) and of the kernel for latents (latent/).
+// Of the attention kernel (attend/), of the chunk kernel (sm90/chunk/) and of the kernel for latents (latent/).
 Unmet unmet_by_attend(const Call& call);
 Unmet unmet_by_chunk(const Call& call);
 Unmet unmet_by_latent(const Call& call);

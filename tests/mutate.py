@@ -1535,7 +1535,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "csrc/cuda/append/append.cu",
+        "csrc/cuda/append/append.sm89.cu",
         (
             "*scale_at(job.side, token.slot, 0, 0, 0) = kHalfNan;",
             "",

@@ -1,5 +1,5 @@
 // Compiles the chunk kernels, one per head dim. Each serves all formats with codes.
-#include "../plan/plan.h"
+#include "../../plan/plan.h"
 #include "attend_chunk.cuh"
 
 namespace hf_kvquant::cuda {
