@@ -82,12 +82,6 @@ X86_SETS = {
 TELL_S = 5.0  # between two lines of progress at pip's terminal
 WHEEL_CUDA_ARCHS = "80;86;89;90"
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-# Only these sources have separate code for 8.9, which has instructions to convert fp8 (`__CUDA_ARCH__ >= 890`). The
-# others have the same PTX for all of 8.x, and ptxas makes the same bytes for 8.6 and 8.9, so GPUs of 8.9 run those for
-# 8.6.
-FP8_SOURCES = ("append", "attend_fp8", "attend_latent_fp8")
-# These use instructions that only 9.0 has, under the name of 9.0a. For other GPUs they are empty.
-HOPPER_SOURCES = ("attend_chunk",)
 
 NINJA_RULES = """
 rule cxx
@@ -228,13 +222,25 @@ def cuda_archs(is_native: bool, torch: Path | None = None) -> list[str]:
     return archs
 
 
-def cuda_targets(stem: str, archs: list[str]) -> str:
-    """Options for nvcc to compile a source for some architectures, and to store the PTX of the last one too."""
+def cuda_targets(source: Path, archs: list[str]) -> str:
+    """Options for nvcc to compile a source for some architectures, and to store the PTX of the last one too.
+
+    The path says what a source has of its own for a generation of GPUs:
+
+    - In a folder such as `sm90`, it uses instructions that only 9.0 has, under the name of 9.0a. For other GPUs it is
+      empty.
+    - With a name such as `append.sm89.cu`, it has separate code for 8.9, which has instructions to convert fp8
+      (`__CUDA_ARCH__ >= 890`).
+
+    Others have the same PTX for all of 8.x, and ptxas makes the same bytes for 8.6 and 8.9, so GPUs of 8.9 run those
+    for 8.6.
+    """
     code: dict[str, list[str]] = {}
-    if stem in HOPPER_SOURCES:
-        archs = ["90a"] if "90" in archs else archs[-1:]
+    only = [part[2:] for part in source.parts if re.fullmatch(r"sm\d+", part)]
+    if only:
+        archs = [f"{only[0]}a"] if only[0] in archs else archs[-1:]
     for arch in archs:
-        has_own_ptx = not arch.startswith("8") or (arch == "89" and stem in FP8_SOURCES)
+        has_own_ptx = not arch.startswith("8") or f".sm{arch}." in source.name
         if arch == "89" and "86" in archs and not has_own_ptx:
             continue
         ptx = f"compute_{arch if has_own_ptx else 80}"
@@ -339,7 +345,7 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
         suffix = f".{LIBRARY}.o" if source.stem == "module" else ".o"
         target = OBJECTS / source.with_suffix(source.suffix + suffix)
         if source.suffix == ".cu":
-            lines += [f"build {target}: cuda {source}", f"  targets = {cuda_targets(source.stem, archs)}"]
+            lines += [f"build {target}: cuda {source}", f"  targets = {cuda_targets(source, archs)}"]
         else:
             lines += [f"build {target}: cxx {source}", f"  file_flags = {flags_of.get(source.stem, '')}"]
         objects.append(str(target))

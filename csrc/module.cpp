@@ -10,6 +10,7 @@
 
 #include "args.h"
 #include "cpu/cpu.h"
+#include "requirements.h"
 #ifdef HF_KVQUANT_CUDA_ARCHS
 #include <torch/csrc/stable/accelerator.h>
 
@@ -71,6 +72,10 @@ struct CpuDevice {
     cpu::decode(params);
   }
   void attend_latent(const DecodeParams& params) const { cpu::decode(params); }
+  // What GPUs would say.
+  std::string why_general(const DecodeParams& params, const AppendParams* new_tokens) const {
+    return cuda::why_general({params, new_tokens});
+  }
 };
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
@@ -96,6 +101,9 @@ struct CudaDevice {
     }
     const Tensor workspace = empty_beside(tensor, aoti_torch_dtype_float32(), {plan.workspace_floats});
     cuda::decode(params, new_tokens, plan, static_cast<float*>(workspace.data_ptr()), stream);
+  }
+  std::string why_general(const DecodeParams& params, const AppendParams* new_tokens) const {
+    return cuda::why_general_here(params, new_tokens);
   }
   void attend_latent(const DecodeParams& params) const {
     const cuda::LatentPlan plan = cuda::plan_latent(params);
@@ -133,6 +141,34 @@ void append(const Tensor& key, const Tensor& value, const std::vector<Tensor>& k
   if (params.batch > 0 && params.q_len > 0) device.append(params);
 }
 
+// The arguments of a decode as plain structs.
+struct DecodeCall {
+  Tensor query;  // with contiguous channels
+  std::optional<Tensor> key, value;
+  DecodeParams params;
+  AppendParams new_tokens;
+
+  DecodeCall(const CacheArgs& args, const Tensor& query, const std::optional<Tensor>& key,
+             const std::optional<Tensor>& value, const std::optional<Tensor>& counters,
+             const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes, double softmax_scale,
+             double softcap, int64_t sliding_window, int64_t num_splits, const std::optional<Tensor>& split_plan)
+      : query(with_contiguous_channels(query)) {
+    const CacheParams cache = cache_params(args);
+    params = decode_params(args, cache, this->query, counters, sinks, alibi_slopes, softmax_scale, softcap,
+                           sliding_window, num_splits, split_plan);
+    check_new_tokens(args.where, key, value, query);
+    new_tokens = {cache, {}, {}};
+    if (key.has_value()) {
+      this->key = with_contiguous_channels(*key);
+      this->value = with_contiguous_channels(*value);
+      new_tokens = append_params(args, cache, *this->key, *this->value, &this->query);
+    }
+  }
+
+  const AppendParams* appended() const { return key.has_value() ? &new_tokens : nullptr; }
+  bool is_empty() const { return params.batch == 0 || params.q_len == 0; }
+};
+
 template <class Device>
 std::tuple<Tensor, Tensor> decode(
     const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value,
@@ -144,24 +180,32 @@ std::tuple<Tensor, Tensor> decode(
     const std::optional<Tensor>& split_plan) {
   const CacheArgs args{"decode", key_planes, value_planes, lengths, starts, key_center, key_smoothing, rotates_key,
                        layout, page_table};
-  const CacheParams cache = cache_params(args);
-  const Tensor query_rows = with_contiguous_channels(query);
-  DecodeParams params = decode_params(args, cache, query_rows, counters, sinks, alibi_slopes, softmax_scale, softcap,
-                                      sliding_window, num_splits, split_plan);
-  check_new_tokens("decode", key, value, query);
-  std::optional<Tensor> key_rows, value_rows;
-  AppendParams new_tokens{cache, {}, {}};
-  if (key.has_value()) {
-    key_rows = with_contiguous_channels(*key);
-    value_rows = with_contiguous_channels(*value);
-    new_tokens = append_params(args, cache, *key_rows, *value_rows, &query_rows);
-  }
+  DecodeCall call(args, query, key, value, counters, sinks, alibi_slopes, softmax_scale, softcap, sliding_window,
+                  num_splits, split_plan);
   const Device device(key_planes[0]);
-  device.check("decode", new_tokens);
-
-  std::tuple<Tensor, Tensor> results = allocate_results(query, params);
-  if (params.batch > 0 && params.q_len > 0) device.decode(params, key.has_value() ? &new_tokens : nullptr);
+  device.check("decode", call.new_tokens);
+  std::tuple<Tensor, Tensor> results = allocate_results(query, call.params);
+  if (!call.is_empty()) device.decode(call.params, call.appended());
   return results;
+}
+
+// Why the general CUDA kernel serves a decode; empty: a faster one does. Launches nothing.
+template <class Device>
+std::string why_general(
+    const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value,
+    const std::vector<Tensor>& key_planes, const std::vector<Tensor>& value_planes, const Tensor& lengths,
+    const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
+    int64_t num_splits, const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing,
+    bool rotates_key, const std::vector<int64_t>& layout, const std::optional<Tensor>& page_table,
+    const std::optional<Tensor>& split_plan) {
+  const CacheArgs args{"why_general", key_planes, value_planes, lengths, starts, key_center, key_smoothing,
+                       rotates_key, layout, page_table};
+  const DecodeCall call(args, query, key, value, counters, sinks, alibi_slopes, softmax_scale, softcap,
+                        sliding_window, num_splits, split_plan);
+  const Device device(key_planes[0]);
+  device.check("why_general", call.new_tokens);
+  return call.is_empty() ? "" : device.why_general(call.params, call.appended());
 }
 
 // Attention to latents, which are keys and values of all heads, and rope parts. See DecodeParams::is_latent.
@@ -182,6 +226,24 @@ std::tuple<Tensor, Tensor> attend_latent(const Tensor& query, const std::vector<
   std::tuple<Tensor, Tensor> results = allocate_results(query, params);
   if (params.batch > 0 && params.q_len > 0) device.attend_latent(params);
   return results;
+}
+
+// Why no CUDA kernel serves an attend_latent; empty: one does, on a GPU that it fits.
+std::string why_no_latent_kernel(const Tensor& query, const std::vector<Tensor>& key_planes,
+                                 const std::vector<Tensor>& value_planes, const Tensor& lengths,
+                                 const std::optional<Tensor>& starts, double softmax_scale, int64_t num_splits,
+                                 bool rotates_latent, const std::vector<int64_t>& layout,
+                                 const std::optional<Tensor>& page_table) {
+  const std::optional<Tensor> none;
+  const CacheArgs args{"why_no_latent_kernel", key_planes, value_planes, lengths, starts, none, none, rotates_latent,
+                       layout, page_table};
+  const Tensor query_rows = with_contiguous_channels(query);
+  const DecodeParams params = decode_params(args, cache_params(args), query_rows, std::nullopt, std::nullopt,
+                                            std::nullopt, softmax_scale, 0, 0, num_splits, std::nullopt,
+                                            /*is_latent=*/true);
+  const cuda::Call call{params, nullptr};
+  const cuda::Unmet unmet = cuda::unmet_by_latent(call);
+  return unmet ? unmet.sentence(call) : "";
 }
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
@@ -221,10 +283,11 @@ std::tuple<Tensor, Tensor> attend_chunk(
   device.check("attend_chunk", params);
   std::tuple<Tensor, Tensor> results = allocate_results(query, params);
   if (params.batch == 0 || params.q_len == 0) return results;
-  const cuda::DecodePlan plan = cuda::plan_chunk(params, chunk.new_tokens);
+  std::string why_not;
+  const cuda::DecodePlan plan = cuda::plan_chunk(params, chunk.new_tokens, &why_not);
   if (plan.kernel.function == nullptr) {
-    throw std::invalid_argument("attend_chunk: `query` must be of a chunk that the kernel serves, got another one. "
-                                "Ask serves_chunk first.");
+    throw std::invalid_argument("attend_chunk: `query` must be of a chunk that the kernel serves: " + why_not +
+                                ". Ask serves_chunk first.");
   }
   const Tensor workspace = empty_beside(query, aoti_torch_dtype_float32(), {plan.workspace_floats});
   cuda::decode(params, &chunk.new_tokens, plan, static_cast<float*>(workspace.data_ptr()), device.stream);
@@ -361,6 +424,8 @@ KVQ_OPS(KVQ_NAMESPACE, CPU, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CpuDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CpuDevice>));
   library.impl("attend_latent", TORCH_BOX(&hf_kvquant::attend_latent<hf_kvquant::CpuDevice>));
+  library.impl("why_general", TORCH_BOX(&hf_kvquant::why_general<hf_kvquant::CpuDevice>));
+  library.impl("why_no_latent_kernel", TORCH_BOX(&hf_kvquant::why_no_latent_kernel));
 }
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
@@ -378,6 +443,8 @@ KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("prefetch", TORCH_BOX(&hf_kvquant::prefetch));
   library.impl("attend_latent", TORCH_BOX(&hf_kvquant::attend_latent<hf_kvquant::CudaDevice>));
   library.impl("split_plan", TORCH_BOX(&hf_kvquant::split_plan));
+  library.impl("why_general", TORCH_BOX(&hf_kvquant::why_general<hf_kvquant::CudaDevice>));
+  library.impl("why_no_latent_kernel", TORCH_BOX(&hf_kvquant::why_no_latent_kernel));
 }
 #endif
 

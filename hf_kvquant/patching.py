@@ -34,15 +34,15 @@ from .attention.registry import (
     set_attention,
 )
 from .batching import hook as batching
-from .cache.support import check_model
+from .cache.support import check_model, formats_of, why_general
 from .config import DEFAULT_PRESET, KVQuantConfig, register_preflight
 from .generate import switching, watch
 from .generate.hook import HOOK, asks_for_us, check_folded, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
 from .models import rounding
-from .models.latent import check_latent, keeps_latents
-from .models.layers import keeps_cache, layers_of
+from .models.latent import check_latent, head_dims_of, keeps_latents, latent_sizes
+from .models.layers import keeps_cache, layer_devices, layers_of
 from .models.parts import generating_parts, stand_ins
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
@@ -75,6 +75,8 @@ def patch(
     With `static=True` the model keeps the buffers of a call until `unpatch`, so that the next call reuses them and the
     compiled steps. Steps captured with `capture=True` are kept, too. If weights, modules, hooks or adapters change, the
     next call captures new ones.
+
+    On a GPU, the log says once why the general kernel serves a layer if the faster ones do not.
 
     With keys of 4 bits or fewer, a look at some weights tells whether the model needs calibration first. If so, the log
     says it in one line.
@@ -124,12 +126,36 @@ def patch(
         notes_on(part).is_told, notes_on(part).keeps_attention = told.is_told, told.keeps_attention
         _route_attention(part, previous)
         _install(part, dataclasses.replace(made, previous_attention=previous, unrounded=()))
+    _tell_general(model, config)
     formats = (config, *config.layers.values())
     # Uneven latents (MLA) lose much in codes of any integer type.
     most_bits = max(INTEGER_BITS.values()) if keeps_latents(text_config_of(model)) else FEW_BITS
     if any(each.key.is_quantized and each.key.bits <= most_bits for each in formats):
         _preflight("hint").tell(model, config)
     return model
+
+
+def _tell_general(model: PreTrainedModel, config: KVQuantConfig) -> None:
+    """Log why the general CUDA kernel serves layers, one line per reason."""
+    text_config, layers = text_config_of(model), dict[str, list[int]]()
+    devices, layer_configs = layer_devices(model), text_config.per_layer_config
+    for index, formats in formats_of(text_config, config).items():
+        if index < len(layer_configs) and latent_sizes(layer_configs[index]) is None:
+            reason = why_general(formats, devices[index], head_dims_of(layer_configs[index]), model.dtype)
+            layers.setdefault(reason, []).append(index)
+    for reason, indices in layers.items():
+        if reason:
+            _log_general(type(model).__name__, ", ".join(map(str, indices)), reason)
+
+
+@functools.cache
+def _log_general(name: str, layers: str, reason: str) -> None:
+    logger.warning(
+        "patch: the general CUDA kernel serves layers %s of %s: correct, several times slower (%s).",
+        layers,
+        name,
+        reason,
+    )
 
 
 def _preflight(module: str) -> Any:

@@ -21,7 +21,7 @@ from .attention.registry import NOT_QUANTIZED
 from .cache.cache import KVQuantCache
 from .cache.handle import LOOKED_INSIDE
 from .cache.layers import KVQuantLayer
-from .cache.support import check_layers, formats_of, other_caches
+from .cache.support import check_layers, formats_of, other_caches, why_general, why_no_latent_kernel
 from .calibration.smoothing import smoothing_of
 from .common.tables import html, plain, table_of
 from .config import KVQuantConfig, LayerFormats
@@ -34,7 +34,6 @@ from .models.rounding import rounded
 from .models.text_config import check_is_model, text_config_of
 from .patching import why_dense
 from .preflight.verdict import measured, name_of
-from .spec.layout import KVLayout
 from .state import notes_on, patch_of
 
 WHERE = "report"
@@ -58,6 +57,8 @@ class LayerReport:
         fallbacks: By reason, how many steps so far attended to dequantised tensors. Compiled steps are not counted.
         reads: The layer whose keys and values this one reads, if it has none of its own. Formats, kernel and reason are
             then taken from that layer, which also counts the fallbacks.
+        why_general: Why the kernel is the general one, which serves everything on a GPU and is several times slower
+            than the others: what these want, and what they got. Empty if another kernel serves.
     """
 
     layer_idx: int
@@ -68,6 +69,7 @@ class LayerReport:
     reason: str
     fallbacks: Mapping[str, int]
     reads: int | None = None
+    why_general: str = ""
 
     @property
     def is_served(self) -> bool:
@@ -198,20 +200,27 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             layers.append(LayerReport(index, layer_type, None, str(device), TRANSFORMERS, others[index], {}))
             continue
         tally: Mapping[str, int] = {} if patch is None else patch.fallbacks.get(index, {})
-        head_dims = head_dims_of(text_config.per_layer_config[index])
+        head_dims, dtype = head_dims_of(text_config.per_layer_config[index]), model.dtype
         if cache is not None:
             layer = cache.layers[index]
             assert isinstance(layer, KVQuantLayer)
             tally = layer.storage.tally.fallbacks
             if layer.storage.is_allocated:
                 device, head_dims = layer.storage.device, layer.storage.shape[2:]
+                dtype = layer.storage.dtype or dtype
         formats = quantized[index]
         kernel, reason = _served_by(formats, device, head_dims, dense)
-        name = name_of(formats)
+        name, general = name_of(formats), ""
         if latent_sizes(text_config.per_layer_config[index]) is not None:
             name = name.replace("key", "latent").replace("value", "rope part")
-            kernel, reason = _served_over_latents(formats, device, head_dims) if dense is None else (kernel, reason)
-        layers.append(LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally)))
+            if dense is None:
+                kernel, reason = _served_over_latents(formats, device, head_dims, dtype)
+        elif not reason:
+            general = why_general(formats, device, head_dims, dtype)
+        kernel += ", general" if general else ""
+        layers.append(
+            LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally), why_general=general)
+        )
     unpatched = [name for name, part in generating_parts(model).items() if patch_of(part) is None]
     return Report(
         model=type(model).__name__,
@@ -264,12 +273,15 @@ def _served_by(
     return ops.kernel_name(device, *head_dims), reason
 
 
-def _served_over_latents(formats: LayerFormats, device: torch.device, head_dims: tuple[int, ...]) -> tuple[str, str]:
+def _served_over_latents(
+    formats: LayerFormats, device: torch.device, head_dims: tuple[int, ...], dtype: torch.dtype
+) -> tuple[str, str]:
     """What computes the attention of a layer that keeps latents, and why it is not a compiled kernel."""
-    layout = KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
-    if ops.has_kernels(device.type) and ops.serves_latent(device, layout, *head_dims):
+    why = why_no_latent_kernel(formats, device, head_dims, dtype)
+    if why is None:
         return ops.kernel_name(device), ""
-    return "PyTorch, absorbed", f"no compiled kernel attends to latents (MLA) of this format on {device.type}"
+    reason = f"no compiled kernel attends to latents (MLA) of this format on {device.type}"
+    return "PyTorch, absorbed", f"{reason}: {why}" if why else reason
 
 
 def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:
@@ -283,6 +295,6 @@ def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:
 def _cells(layer: LayerReport) -> tuple[str, str, str, str]:
     """A layer's cells in the table, without its index."""
     fallbacks = [f"{count} steps on {DENSE}: {reason}" for reason, count in layer.fallbacks.items()]
-    reasons = "; ".join([*filter(None, [layer.reason]), *fallbacks])
+    reasons = "; ".join([*filter(None, [layer.reason, layer.why_general]), *fallbacks])
     formats = layer.formats or layer.layer_type
     return formats if layer.reads is None else f"reads layer {layer.reads}", layer.device, layer.kernel, reasons

@@ -79,7 +79,12 @@ def kernel_sections(rules: dict[str, Any]) -> str:
     for backend in ("cpu", "cuda"):
         options: dict[str, list[str]] = {"depends": ["torch"], "include": ["csrc"]}
         flags = list(common)
-        mine = [source for source in sources if backend == "cuda" or not source.startswith("csrc/cuda/")]
+        # csrc/requirements.cpp reads headers of csrc/cuda, which need no CUDA.
+        mine = [
+            source
+            for source in sources
+            if backend == "cuda" or not source.startswith("csrc/cuda/") or source.endswith(".h")
+        ]
         if backend == "cuda":
             flags.append(f"-DHF_KVQUANT_CUDA_ARCHS={','.join(archs)}")
             options |= {"cuda-capabilities": capabilities(archs), "cuda-flags": ["-Xcompiler=-fvisibility=hidden"]}

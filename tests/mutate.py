@@ -1529,7 +1529,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "csrc/cuda/chunk/scratch.cuh",
+        "csrc/cuda/sm90/chunk/scratch.cuh",
         (
             "segment.b = plan.first_b + blockIdx.z",
             "segment.b = blockIdx.z",
@@ -1544,13 +1544,28 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "csrc/cuda/plan/choose.cpp",
+        "csrc/requirements.cpp",
         (
             "side.head_dim / side.num_groups % kGroupChannels == 0",
             "side.head_dim / side.num_groups % 16 == 0",
             "groups of 16 channels get the kernel for 32",
-            "ops cuda_decode",
+            "why_general",
         ),
+        (
+            "has_token_stride(side, 0) || has_token_stride(side, 1);",
+            "true;",
+            "scales with gaps between them are copied as if they had none",
+            "why_general",
+        ),
+        (
+            "if (requirement.of == Of::sides && !requirement.is_met(call, values))",
+            "if (false)",
+            "only keys have requirements",
+            "why_general",
+        ),
+    ),
+    *of(
+        "csrc/cuda/plan/choose.cpp",
         (
             "new_tokens->q_len > (is_blocked ? kMaxAppendedToBlock : kMaxAppended)",
             "false",
@@ -1607,7 +1622,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "csrc/cuda/append/append.cu",
+        "csrc/cuda/append/append.sm89.cu",
         (
             "*scale_at(job.side, token.slot, 0, 0, 0) = kHalfNan;",
             "",

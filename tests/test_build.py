@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import runpy
 import subprocess
 import sys
@@ -87,6 +88,30 @@ def test_beside_a_torch_without_cuda_no_cuda_is_compiled(
 def test_beside_a_torch_with_cuda_a_wheel_has_all_architectures(setup: dict[str, Any], tmp_path: Path) -> None:
     torch = torch_of(tmp_path / "torch", "cuda = '13.0'")
     assert setup["cuda_archs"](False, torch) == setup["cuda_archs"](False) == ["80", "86", "89", "90"]
+
+
+# --- what is compiled for which GPUs
+
+WHEEL = ["80", "86", "89", "90"]
+GENERATIONS = [
+    ("attend/attend_int8.cu", WHEEL, "80: sm_80 sm_86, 90: sm_90 compute_90"),
+    ("attend/attend_int8.cu", ["89"], "80: sm_89 compute_80"),
+    ("append/append.sm89.cu", WHEEL, "80: sm_80 sm_86, 89: sm_89, 90: sm_90 compute_90"),
+    ("append/append.sm89.cu", ["89"], "89: sm_89 compute_89"),
+    ("append/append.sm89.cu", ["86"], "80: sm_86 compute_80"),
+    ("sm90/chunk/attend_chunk.cu", WHEEL, "90a: sm_90a compute_90a"),
+    ("sm90/chunk/attend_chunk.cu", ["80", "86"], "80: sm_86 compute_80"),  # empty there, but has to link
+]
+
+
+@pytest.mark.parametrize(("source", "archs", "expected"), GENERATIONS)
+def test_the_path_says_what_a_source_is_compiled_for(
+    setup: dict[str, Any], source: str, archs: list[str], expected: str
+) -> None:
+    assert (ROOT / "csrc" / "cuda" / source).is_file()
+    options = setup["cuda_targets"](Path("csrc", "cuda", source), archs)
+    found = re.findall(r"-gencode 'arch=compute_(\w+),code=\[(.*?)\]'", options)
+    assert ", ".join(f"{ptx}: {names.replace(',', ' ')}" for ptx, names in found) == expected
 
 
 # --- what pip shows ---------------------------------------------------------------------------------------------------

@@ -159,10 +159,13 @@ def test_the_kernel_refuses_what_it_does_not_serve() -> None:
     planes = [clone(filled(case, side), "cuda").tensors() for side in (0, 1)]
     query, key, value, held = (x.cuda() for x in (queries(case), *own_of(case), case.lengths_tensor()))
     rest = (None, None, None, 0.125, 0.0, None, None, False, case.layout.packed)
-    with pytest.raises(
-        (ValueError, RuntimeError), match="attend_chunk: `query` must be of a chunk that the kernel serves"
-    ):
+    refused = "attend_chunk: `query` must be of a chunk that the kernel serves: wanted "
+    with pytest.raises((ValueError, RuntimeError), match=f"{refused}a query in float16 or bfloat16, got float32. Ask"):
         torch_ops.attend_chunk.default(query, key, value, *planes, held, *rest)
+    apart = torch.zeros(1, 2, 50, 68, dtype=torch.bfloat16, device="cuda")[..., :64]
+    got = f"{refused}new keys in 16 bits with rows at multiples of 16 bytes, got bfloat16, a remainder of 8. Ask"
+    with pytest.raises((ValueError, RuntimeError), match=got):
+        torch_ops.attend_chunk.default(query.bfloat16(), apart, value.bfloat16(), *planes, held, *rest)
 
 
 def test_the_largest_step() -> None:

@@ -396,7 +396,7 @@ def test_the_diagram_says_what_bits_codes_have() -> None:
 
 
 def test_chunks_begin_where_contributing_says() -> None:
-    source = (ROOT / "csrc" / "cuda" / "plan" / "choose.cpp").read_text(encoding="utf-8")
+    source = (ROOT / "csrc" / "requirements.cpp").read_text(encoding="utf-8")
     rows, short = re.search(r"kMinChunkRows = (\d+), kMinChunkRowsOfShort = (\d+)", source).groups()  # type: ignore[union-attr]
     assert f"From {rows} query rows on ({short} in short contexts)" in CONTRIBUTING
 

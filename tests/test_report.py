@@ -309,6 +309,7 @@ def test_a_report_is_data() -> None:
         "reason": "",
         "fallbacks": {LOOKED_INSIDE: 5},
         "reads": None,
+        "why_general": "",
     }
     assert data["model"] == "JetMoeForCausalLM" and data["is_served"] is False
     assert data["environment"]["hf-kvquant"] == hf_kvquant.__version__

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "../format.h"
 #include "common/laps.h"
@@ -69,6 +70,11 @@ struct Divisor {
   __device__ __forceinline__ int rest(int x) const { return x - quotient(x) * static_cast<int>(value); }
 #endif
 };
+
+inline Divisor divisor(int64_t value) {
+  const auto small = static_cast<unsigned>(value);
+  return {small, static_cast<unsigned>((0x7fffffffull + small) / small)};
+}
 
 // The query rows of a key-value head: row r is query token r / num_q_per_kv, head r % num_q_per_kv of the group.
 struct Rows {
@@ -180,11 +186,15 @@ void* current_stream(int device_index);
 // Throws std::invalid_argument for head dims and alignments without a kernel.
 void check_support(const char* where, const Side& side, int max_head_dim);
 
-// The plan of a chunk, whose tokens must be `new_tokens`. Its `kernel.function` is nullptr where no kernel serves.
-DecodePlan plan_chunk(const DecodeParams& params, const AppendParams& new_tokens);
+// The plan of a chunk, whose tokens must be `new_tokens`. Where no kernel serves, its `kernel.function` is nullptr and
+// `why_not` says why, if it is wanted.
+DecodePlan plan_chunk(const DecodeParams& params, const AppendParams& new_tokens, std::string* why_not = nullptr);
 
 // `new_tokens` are appended first; nullptr: none.
 DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_tokens);
+
+// Why plan_decode chooses the general kernel; empty: it chooses another. See csrc/requirements.h.
+std::string why_general_here(const DecodeParams& params, const AppendParams* new_tokens);
 
 void append(const AppendParams& params, void* stream);
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .. import ops
 from ..config import KVQuantConfig, LayerFormats
 from ..models.latent import head_dims_of, latent_sizes, picks_tokens
 from ..models.layers import layers_of, named_types, shared_layers
 from ..models.text_config import text_config_of
 from ..presets import latent_formats
+from ..spec.layout import KVLayout
 
 # Layers that keep transformers' own cache layers: they do not grow with the sequence, or hold no keys and values.
 # Sliding windows are among them only where `quantized_layers` leaves them out.
@@ -102,6 +105,44 @@ def formats_of(text_config: PreTrainedConfig, quant_config: KVQuantConfig) -> di
         is_known = index < len(configs)
         found[index] = kept_formats("KVQuantCache", formats, configs[index]) if is_known else formats
     return found
+
+
+def why_general(formats: LayerFormats, device: torch.device, head_dims: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Why only the general CUDA kernel serves a layer, which is several times slower than the others.
+
+    Args:
+        formats: Of keys and values, not of latents.
+        device: Of the codes.
+        head_dims: Of keys and values; empty if unknown.
+        dtype: The model's.
+
+    Returns:
+        "wanted X, got Y"; empty where a faster kernel serves, or none.
+    """
+    is_asked = formats.is_quantized and device.type == "cuda" and len(head_dims) == 2
+    if not is_asked or ops.why_reference(device, *head_dims) is not None:
+        return ""
+    return ops.why_general(device, layout_of(formats), (head_dims[0], head_dims[1]), dtype)
+
+
+def why_no_latent_kernel(
+    formats: LayerFormats, device: torch.device, head_dims: tuple[int, ...], dtype: torch.dtype
+) -> str | None:
+    """Why no compiled kernel attends to the latents of a layer, `None` if one does. Arguments as in `why_general`.
+
+    Empty where a format is not to blame: there are no kernels for the device, or none that fit it.
+    """
+    layout, (rank, num_rope) = layout_of(formats), head_dims
+    is_served = ops.has_kernels(device.type) and ops.serves_latent(device, layout, rank, num_rope)
+    why = ""
+    if device.type == "cuda" and ops.has_kernels("cuda"):
+        why = ops.why_no_latent_kernel(device, layout, (rank, num_rope), dtype)
+    return None if is_served and not why else why
+
+
+def layout_of(formats: LayerFormats) -> KVLayout:
+    """The layout of a layer's buffers, apart from what its sliding window changes."""
+    return KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
 
 
 def kept_formats(where: str, formats: LayerFormats, layer_config: PreTrainedConfig) -> LayerFormats:

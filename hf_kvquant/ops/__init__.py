@@ -21,7 +21,7 @@ from .kernels import (
     serves_latent,
     why_reference,
 )
-from .operands import Operands, append, decode, new_counters
+from .operands import Operands, append, decode, new_counters, why_general, why_no_latent_kernel
 from .planning import is_uneven, num_slots_of, split_plan
 
 __all__ = [
@@ -46,6 +46,8 @@ __all__ = [
     "serves_gpu",
     "serves_latent",
     "split_plan",
+    "why_general",
+    "why_no_latent_kernel",
     "why_reference",
 ]
 

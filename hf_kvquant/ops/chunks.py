@@ -8,8 +8,8 @@ of 256, the divergence of `int4` falls to a fifth (docs/presets.md).
 Every query of a chunk sees every token before it. So the op for those is told that all queries are heads of a single
 token, the last one before the chunk. ALiBi then counts distances from there. What is missing is the same for all tokens
 that a query sees, so it is added to their log-sum-exp, by which both parts are merged. `operands.py` puts the parts
-together. A kernel for Hopper does all of this at once (csrc/cuda/chunk/): on an H200 the two parts take 1.04 to 1.26
-times as long (torch 2.11, 2026-11).
+together. A kernel for Hopper does all of this at once (csrc/cuda/sm90/chunk/): on an H200 the two parts take 1.04 to
+1.26 times as long (torch 2.11, 2026-11).
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -335,6 +337,44 @@ def _check_no_gradients(query: Tensor) -> None:
 def new_counters(device: torch.device) -> Tensor | None:
     """Scratch of the CUDA kernel, `None` on other devices. See `Operands.decode`."""
     return torch.zeros(kernels.NUM_COUNTERS, dtype=torch.int32, device=device) if device.type == "cuda" else None
+
+
+@functools.cache
+def why_general(device: torch.device, layout: KVLayout, head_dims: tuple[int, int], dtype: torch.dtype) -> str:
+    """Why only the general CUDA kernel serves single tokens over a layout: the op, over planes made for the question.
+
+    Args:
+        device: Of the codes: a GPU for which there are kernels. On a CPU, the answer is that of any GPU.
+        layout: Of the codes.
+        head_dims: Of keys and of values.
+        dtype: Of the query.
+
+    Returns:
+        The first requirement of the faster kernels that is not met, as `"wanted X, got Y"`; empty if one serves.
+    """
+    layout = dataclasses.replace(layout, rows="linear")  # kernels serve rings like other planes
+    query, planes, held = _example(device, layout, head_dims, head_dims[0], dtype)
+    rest = (None, None, None, None, 1.0, 0.0, 0, 0, None, None, False, layout.packed)
+    why: str = torch_ops.why_general.default(query, None, None, *planes, held, *rest)
+    return why
+
+
+@functools.cache
+def why_no_latent_kernel(device: torch.device, layout: KVLayout, head_dims: tuple[int, int], dtype: torch.dtype) -> str:
+    """Why no CUDA kernel attends to latents in a layout: see `why_general`. `head_dims`: of latents and rope parts."""
+    query, planes, held = _example(device, layout, head_dims, sum(head_dims), dtype)
+    why: str = torch_ops.why_no_latent_kernel.default(query, *planes, held, None, 1.0, 0, False, layout.packed)
+    return why
+
+
+def _example(
+    device: torch.device, layout: KVLayout, head_dims: tuple[int, int], num_channels: int, dtype: torch.dtype
+) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]], Tensor]:
+    """A query of one token and head, planes that hold one, and their lengths."""
+    made = layout.allocate((1, 1, *head_dims), layout.token_alignment, dtype=dtype, device=device)
+    query = torch.zeros(1, 1, 1, num_channels, dtype=dtype, device=device)
+    held = torch.ones(1, dtype=torch.int32, device=device)
+    return query, (made[0].tensors(), made[1].tensors()), held
 
 
 def append(

@@ -3,11 +3,12 @@
 `append` quantises new tokens into planes. `decode` does the same with new tokens, if it is given any, and then attends
 to everything stored. `attend_chunk` attends to what is stored and to new tokens as they are; `serves_chunk` says
 whether it has a kernel for these. `attend_latent` attends to latents (MLA). `dequantize` returns stored tokens as dense
-tensors. The schemas are defined here and nowhere else; `csrc/` registers kernels for them under the CPU and CUDA keys.
-Where there is no kernel, `reference.py` runs instead: under the same op names if the build has no kernels for the
-device type, and as `append_reference` and `decode_reference` if its kernels do not fit the GPU or the head_dim.
-`kernels.py` decides that. The planes of a side are one list, in the order of `Planes.tensors`; the integers of `layout`
-are `KVLayout.packed`.
+tensors. `why_general` says why only the general CUDA kernel serves a call of `decode`, and `why_no_latent_kernel` why
+none serves one of `attend_latent`; both compute nothing. The schemas are defined here and nowhere else; `csrc/`
+registers kernels for them under the CPU and CUDA keys. Where there is no kernel, `reference.py` runs instead: under the
+same op names if the build has no kernels for the device type, and as `append_reference` and `decode_reference` if its
+kernels do not fit the GPU or the head_dim. `kernels.py` decides that. The planes of a side are one list, in the order
+of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
 
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
 kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. So does `packed_linear`, a
@@ -24,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +60,13 @@ SERVES_CHUNK_SCHEMA = f"serves_chunk(Tensor query, Tensor key, Tensor value, {_S
 ATTEND_LATENT_SCHEMA = (
     f"attend_latent(Tensor query, {_STORED}, Tensor? starts, float softmax_scale, int num_splits, "
     f"bool rotates_latent, int[] layout, {_PAGES}) -> (Tensor out, Tensor lse)"
+)
+# The operands of the ops that they ask about, of which they write none.
+WHY_GENERAL_SCHEMA = (
+    re.sub(r"\(\w!\)", "", DECODE_SCHEMA.partition(" -> ")[0]).replace("decode", "why_general") + " -> str"
+)
+WHY_NO_LATENT_SCHEMA = (
+    ATTEND_LATENT_SCHEMA.partition(" -> ")[0].replace("attend_latent", "why_no_latent_kernel") + " -> str"
 )
 DEQUANTIZE_SCHEMA = (
     f"dequantize({_STORED}, Tensor? starts, SymInt begin, "
@@ -267,6 +276,11 @@ def _latent_arguments(args: Sequence[object]) -> dict[str, Any]:
 
 def _serves_chunk(*args: Any) -> bool:
     return False
+
+
+def _why(*args: Any) -> str:
+    """Nothing: without an extension, no kernel serves at all."""
+    return ""
 
 
 @contextlib.contextmanager
@@ -597,6 +611,8 @@ for _schema in (
     ATTEND_CHUNK_SCHEMA,
     SERVES_CHUNK_SCHEMA,
     ATTEND_LATENT_SCHEMA,
+    WHY_GENERAL_SCHEMA,
+    WHY_NO_LATENT_SCHEMA,
     DEQUANTIZE_SCHEMA,
     *FUSED_SCHEMAS,
     PREFETCH_SCHEMA,
@@ -615,6 +631,8 @@ for _name, _kernel, _fake in (
     ("serves_chunk", _serves_chunk, _serves_chunk),
     ("attend_latent", _attend_latent, _attend_latent_fake),
     ("attend_latent_reference", _attend_latent, _attend_latent_fake),
+    ("why_general", _why, _why),
+    ("why_no_latent_kernel", _why, _why),
     ("dequantize", _dequantize, _dequantize_fake),
     ("rms_norm", reference.rms_norm, _fake_like("rms_norm", "x")),
     ("add_rms_norm", reference.add_rms_norm, _fake_like("add_rms_norm", "x", "other")),

@@ -1,6 +1,6 @@
 // Which calls the attention kernels serve: one row per pair of storage types. A new pair is a new row and a file of
-// instantiations (attend_*.cu); plan/choose.cpp reads the rows, and what none of them serves gets the generic kernel.
-// Every row has kernels for head dims up to 256 and for any number of query rows (instantiate.cuh).
+// instantiations (attend_*.cu); csrc/requirements.cpp reads the rows, and what none of them serves gets the generic
+// kernel. Every row has kernels for head dims up to 256 and for any number of query rows (instantiate.cuh).
 #pragma once
 
 #include "../cuda.h"
@@ -11,25 +11,19 @@ struct AttendRow {
   Storage key, value;
   bool has_key_zero, has_value_zero;  // false: that side must be symmetric; true: it may be
   Scales scales;
-  AttendKernel (*kernel)(int head_dim, int num_rows, bool is_paged);
 };
-
-template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
-constexpr AttendRow row() {
-  return {kKey,          kValue,  kHasKeyZero,
-          kHasValueZero, kScales, kernel_for<kKey, kValue, kHasKeyZero, kHasValueZero, kScales>};
-}
 
 constexpr AttendRow kAttendTable[] = {
-    row<Storage::none, Storage::none, false, false, Scales::rows>(),  // of the query's dtype, without a key transform
-    row<Storage::int8, Storage::int8, false, false, Scales::rows>(),
-    row<Storage::int8, Storage::int4, false, true, Scales::rows>(),
-    row<Storage::int4, Storage::int4, true, true, Scales::rows>(),
-    row<Storage::int4, Storage::int4, true, true, Scales::groups>(),  // of a multiple of kGroupChannels
-    row<Storage::int4, Storage::int4, true, true, Scales::blocks>(),  // of keys; values have one scale per token
-    row<Storage::fp8, Storage::fp8, false, false, Scales::rows>(),
-    row<Storage::int4, Storage::int2, true, true, Scales::rows>(),
-    row<Storage::int2, Storage::int2, true, true, Scales::rows>(),
+    {Storage::none, Storage::none, false, false, Scales::rows},  // of the query's dtype, without a key transform
+    {Storage::int8, Storage::int8, false, false, Scales::rows},
+    {Storage::int8, Storage::int4, false, true, Scales::rows},
+    {Storage::int4, Storage::int4, true, true, Scales::rows},
+    {Storage::int4, Storage::int4, true, true, Scales::groups},  // of a multiple of kGroupChannels
+    {Storage::int4, Storage::int4, true, true, Scales::blocks},  // of keys; values have one scale per token
+    {Storage::fp8, Storage::fp8, false, false, Scales::rows},
+    {Storage::int4, Storage::int2, true, true, Scales::rows},
+    {Storage::int2, Storage::int2, true, true, Scales::rows},
 };
+constexpr int kNumAttendRows = sizeof kAttendTable / sizeof kAttendTable[0];
 
 }  // namespace hf_kvquant::cuda

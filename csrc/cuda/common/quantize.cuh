@@ -1,6 +1,6 @@
 // Quantises on the device: from eight channels in a lane to scale, zero and codes, bit for bit as reference.quantize.
 // Operations whose rounding matters are intrinsics, which no compiler option changes. `append_row` does all of it for
-// one warp and one row; append.cu has the loops for prompts, and scales that several heads share.
+// one warp and one row; append.sm89.cu has the loops for prompts, and scales that several heads share.
 //
 // Why the division is exact. All channels of a row are divided by one scale, so x / scale is a product with y ≈ 1 /
 // scale, accurate to 2^-22, and one Newton step: with q = x·y and the remainder q·scale - x, which is exact, q -

@@ -1,6 +1,6 @@
 // Transforms keys before they are quantised, and queries to match, where the channels of a row are spread over
 // neighbouring lanes. Every rounding matches reference.transform_key and transform_query, so every operation is an
-// intrinsic that the compiler does not contract. append.cu and attend.cuh call this for keys, query.cuh and
+// intrinsic that the compiler does not contract. append.sm89.cu and attend.cuh call this for keys, query.cuh and
 // decode_general.cu for queries, never in a loop over stored tokens.
 #pragma once
 

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "../../requirements.h"
 #include "../common/device.h"
 #include "latent.h"
 
@@ -15,41 +16,14 @@ constexpr int kTilesOfStart = 4, kPartsOfTile = 16;
 constexpr int64_t kMaxSplits = 512;
 constexpr int kCombineWarps = kLatentCombineThreads / 32;
 
-// Whether a side has a row of codes with scales of its own for every token, where copies of 16 bytes can read them.
-bool has_rows(const Side& side, int num_groups) {
-  const int64_t strides = side.scale_stride_b | side.scale_stride_g | side.zero_stride_b | side.zero_stride_g;
-  const int64_t bytes = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_t |
-                        reinterpret_cast<int64_t>(side.scale) | reinterpret_cast<int64_t>(side.zero) | 2 * strides;
-  return side.num_groups == num_groups && side.codes_stride_t == row_bytes_of(side) && side.scale_stride_t == 1 &&
-         (side.zero == nullptr || side.zero_stride_t == 1) && !side.has_channel_scales && bytes % 16 == 0;
-}
-
-// Whether a side has dense rows of the query's dtype, likewise.
-bool has_dense_rows(const Side& side, Dtype query_dtype) {
-  const int64_t bytes = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_t;
-  return side.dense_dtype == query_dtype && side.codes_stride_t == row_bytes_of(side) && bytes % 16 == 0;
-}
-
+// The kernel of a call that meets all requirements.
 LatentKernel choose_kernel(const DecodeParams& params, int num_rows) {
-  const Side &latent = params.key_side, &rope = params.value_side;
-  const bool is_narrow = latent.storage == Storage::int4;
-  const bool fits = params.num_kv_heads == 1 && !params.is_ring && params.query.dtype != Dtype::fp32 &&
-                    rope.head_dim <= kRopeChannels && rope.head_dim % 16 == 0 && latent.is_symmetric == !is_narrow &&
-                    has_rows(latent, is_narrow ? latent.head_dim / kLatentGroup : 1);
-  if (!fits) return {};
-  if (is_narrow) {
-    const bool has_rope = rope.storage == Storage::int8 && rope.is_symmetric && has_rows(rope, 1) &&
-                          (latent.tail == nullptr) == (rope.tail == nullptr) && latent.ring == rope.ring;
-    return has_rope ? latent_kernel_for<Storage::int4>(latent.head_dim, num_rows) : LatentKernel{};
+  const int rank = params.key_side.head_dim;
+  switch (params.key_side.storage) {
+    case Storage::fp8: return latent_kernel_for<Storage::fp8>(rank, num_rows);
+    case Storage::int8: return latent_kernel_for<Storage::int8>(rank, num_rows);
+    default: return latent_kernel_for<Storage::int4>(rank, num_rows);
   }
-  if (rope.storage != Storage::none || !has_dense_rows(rope, params.query.dtype)) return {};
-  if (latent.storage == Storage::int8) return latent_kernel_for<Storage::int8>(latent.head_dim, num_rows);
-  return latent.storage == Storage::fp8 ? latent_kernel_for<Storage::fp8>(latent.head_dim, num_rows) : LatentKernel{};
-}
-
-Divisor divisor(int64_t value) {
-  const auto small = static_cast<unsigned>(value);
-  return {small, static_cast<unsigned>((0x7fffffffull + small) / small)};
 }
 
 // Into how many parts to cut each of `units` rows of `tiles` tiles, for `slots` thread blocks at a time.
@@ -67,14 +41,14 @@ int64_t choose_splits(int64_t units, int64_t tiles, int64_t slots) {
 }  // namespace
 
 LatentPlan plan_latent(const DecodeParams& params) {
+  const Call call{params, nullptr};
+  if (const Unmet unmet = unmet_by_latent(call)) {
+    throw std::invalid_argument("attend_latent: the cache and the query must be what the CUDA kernels serve: " +
+                                unmet.sentence(call) + ". Ask Operands.serves_latent first.");
+  }
   LatentPlan plan{};
   const int64_t num_rows = int64_t{params.num_q_heads} * params.q_len;
   const LatentKernel& kernel = plan.kernel = choose_kernel(params, static_cast<int>(num_rows));
-  if (kernel.attend == nullptr) {
-    throw std::invalid_argument(
-        "attend_latent: the cache must be int8, fp8 or int4 latents of 256 or 512 channels with a 16-bit query for the "
-        "CUDA kernels, got others. Ask Operands.serves_latent first.");
-  }
   const int64_t num_row_tiles = (num_rows + kernel.rows_per_tile - 1) / kernel.rows_per_tile;
   const void* const attend = reinterpret_cast<const void*>(kernel.attend);
   const Device device = current_device();

@@ -1,5 +1,7 @@
-// Chooses the attention kernel for a call: the first row of the table that computes what the formats mean.
+// Chooses the kernel for a call: the one whose requirements it meets, of the call (csrc/requirements.h) and of the GPU.
 #include <algorithm>
+#include <string>
+#include <utility>
 
 #include "../attend/attend_table.h"
 #include "plan.h"
@@ -11,63 +13,68 @@ namespace {
 // share the scales of a block, a second one might already be in the next round.
 constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
 
-// The fewest query rows of a key-value head for which the chunk kernel is faster (H200, 2026-11): where the attention
-// kernel would read the codes more than four times, but for short caches, of which the chunk kernel's start takes most.
-constexpr int kMinChunkRows = 65, kMinChunkRowsOfShort = 128, kShortCapacity = 8192;
-constexpr int kUnitChannels = 16;  // that a thread of it takes at a time
-
-// Whether long chunks read tiles from a scratch that a launch before fills (chunk/scratch.cuh), from how many query
-// rows of a key-value head on, and how large it may be: 16k tokens of eight heads of 128 channels.
-constexpr bool kHasScratch = true;
-constexpr int kMinScratchRows = 2048;
+// How large the scratch may be that long chunks read tiles from: 16k tokens of eight heads of 128 channels.
 constexpr int64_t kMaxScratchBytes = int64_t{64} << 20;
 
-// Whether scales can be copied 16 bytes (eight tokens) at a time, or need no copy because all tokens share one.
-bool has_copyable_scales(const Side& side) {
-  const auto is_aligned = [](const half_bits* data, int64_t stride_b, int64_t stride_h, int64_t stride_g) {
-    return (reinterpret_cast<int64_t>(data) / 2 | stride_b | stride_h | stride_g) % 8 == 0;
-  };
-  if (side.has_channel_scales) {
-    return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
-           is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g);
-  }
-  if (side.scale_stride_t == 0) return side.zero == nullptr || side.zero_stride_t == 0;
-  if (side.scale_stride_t != 1 || (side.zero != nullptr && side.zero_stride_t != 1)) return false;
-  return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
-         (side.zero == nullptr || is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g));
+// The kernels of each row of kAttendTable.
+template <size_t... kRows>
+AttendKernel kernel_of_row(size_t row, int head_dim, int num_rows, bool is_paged, std::index_sequence<kRows...>) {
+  constexpr AttendKernel (*kKernels[])(int, int, bool) = {
+      kernel_for<kAttendTable[kRows].key, kAttendTable[kRows].value, kAttendTable[kRows].has_key_zero,
+                 kAttendTable[kRows].has_value_zero, kAttendTable[kRows].scales>...};
+  return kKernels[row](head_dim, num_rows, is_paged);
 }
 
-// Whether rows of codes can be copied 4 bytes at a time; int2 rows may have any even number of bytes.
-bool has_copyable_codes(const Side& side) {
-  const int64_t all = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h |
-                      side.codes_stride_t | row_bytes_of(side);
-  return all % 4 == 0;
-}
+// What the chunk kernel asks, after what it asks of a call, of its instantiation for the call, the GPU and the build.
+struct ChunkRequirement {
+  bool (*is_met)(const AttendKernel& kernel, const DecodeParams& params, const Device& device);
+  std::string (*sentence)(const AttendKernel& kernel, const DecodeParams& params, const Device& device);
+};
 
-// Whether the tail, if there is one, has the query's dtype and rows at multiples of 16 bytes.
-bool has_loadable_tail(const Side& side, Dtype query_dtype) {
-  const int64_t start = reinterpret_cast<int64_t>(side.tail) / 2;
-  return side.tail == nullptr || (side.tail_dtype == query_dtype &&
-                                  (start | side.tail_stride_b | side.tail_stride_h | side.tail_stride_t) % 8 == 0);
-}
+int most_groups(const AttendKernel& kernel) { return kernel.head_dim / kGroupChannels; }
+
+constexpr ChunkRequirement kChunkHere[] = {
+    {[](const AttendKernel& kernel, const DecodeParams& params, const Device&) {
+       const bool has_codes = params.key_side.storage != Storage::none && params.value_side.storage != Storage::none;
+       return has_codes || kernel.fill_scratch != nullptr;
+     },
+     [](const AttendKernel&, const DecodeParams& params, const Device&) {
+       return wanted("unquantised tokens of a head within " + std::to_string(kMaxScratchBytes) + " bytes",
+                     params.capacity, " tokens");
+     }},
+    {[](const AttendKernel& kernel, const DecodeParams& params, const Device&) {
+       return std::max(params.key_side.num_groups, params.value_side.num_groups) <= most_groups(kernel);
+     },
+     [](const AttendKernel& kernel, const DecodeParams& params, const Device&) {
+       return wanted("at most " + std::to_string(most_groups(kernel)) + " groups in a row", params.key_side.num_groups,
+                     " for keys and ", params.value_side.num_groups, " for values");
+     }},
+    {[](const AttendKernel&, const DecodeParams&, const Device& device) { return device.capability == 90; },
+     [](const AttendKernel&, const DecodeParams&, const Device& device) {
+       return wanted("a GPU of compute capability 9.0", device.capability / 10, ".", device.capability % 10);
+     }},
+    {[](const AttendKernel& kernel, const DecodeParams&, const Device& device) {
+       return kernel.fixed_bytes <= device.bytes_per_cta;
+     },
+     [](const AttendKernel& kernel, const DecodeParams&, const Device& device) {
+       return wanted(std::to_string(kernel.fixed_bytes) + " bytes of shared memory for a thread block",
+                     device.bytes_per_cta);
+     }},
+    {[](const AttendKernel& kernel, const DecodeParams&, const Device& device) {
+       return has_chunk_code(kernel, device);
+     },
+     [](const AttendKernel&, const DecodeParams&, const Device&) {
+       return wanted("an extension built for compute capability 9.0", "one without its code");
+     }},
+};
+
+int num_rows_of(const DecodeParams& params) { return params.num_q_heads / params.num_kv_heads * params.q_len; }
+
+int head_dim_of(const DecodeParams& params) { return std::max(params.key_side.head_dim, params.value_side.head_dim); }
 
 // Whether keys or values without codes are numbers of the query's dtype, which tensor cores multiply as they are.
 bool has_multipliable_values(const Side& side, Dtype query_dtype) {
   return side.storage != Storage::none || side.dense_dtype == query_dtype;
-}
-
-// Whether the kernels of a row compute what the formats of a call mean.
-bool serves(const AttendRow& row, const Side& keys, const Side& values) {
-  const auto has_groups = [](const Side& side) { return side.num_groups > 1; };
-  const auto fits_groups = [&](const Side& side) {
-    return !has_groups(side) || side.head_dim / side.num_groups % kGroupChannels == 0;
-  };
-  const Scales scales = keys.has_channel_scales                  ? Scales::blocks
-                        : has_groups(keys) || has_groups(values) ? Scales::groups
-                                                                 : Scales::rows;
-  return row.key == keys.storage && row.value == values.storage && row.scales == scales &&
-         (row.has_key_zero || keys.is_symmetric) && (row.has_value_zero || values.is_symmetric) &&
-         (scales == Scales::groups ? fits_groups(keys) && fits_groups(values) : !has_groups(values));
 }
 
 // Whether one warp can take a new key and its value at once: 16 bytes per lane, each row in half of the lanes. Without
@@ -82,55 +89,39 @@ bool are_pairs(const AppendParams& new_tokens) {
 
 }  // namespace
 
-bool has_aligned_rows(const Dense& dense) {
-  return dense.dtype != Dtype::fp32 &&
-         (reinterpret_cast<int64_t>(dense.data) / 2 | dense.stride_b | dense.stride_h | dense.stride_t) % 8 == 0;
-}
-
-AttendKernel choose_kernel(const DecodeParams& params) {
-  const Side &keys = params.key_side, &values = params.value_side;
-  for (const AttendRow& row : kAttendTable) {
-    if (!serves(row, keys, values)) continue;
-    const bool is_loadable = params.query.dtype != Dtype::fp32 && has_copyable_codes(keys) &&
-                             has_copyable_codes(values) && has_copyable_scales(keys) &&
-                             has_copyable_scales(values) && has_loadable_tail(keys, params.query.dtype) &&
-                             has_loadable_tail(values, params.query.dtype) &&
-                             has_multipliable_values(keys, params.query.dtype) &&
-                             has_multipliable_values(values, params.query.dtype) &&
-                             (keys.storage != Storage::none || is_identity(params.key_transform));
-    if (!is_loadable) return {};
-    const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-    const int head_dim = std::max(keys.head_dim, values.head_dim);
-    const AttendKernel paged = row.kernel(head_dim, num_rows, true);
-    const bool is_planned = params.split_plan != nullptr && num_rows <= paged.rows_per_tile;
-    return params.page_table != nullptr || is_planned ? paged : row.kernel(head_dim, num_rows, false);
+AttendKernel choose_kernel(const Call& call, std::string* why_not) {
+  if (const Unmet unmet = unmet_by_attend(call)) {
+    if (why_not != nullptr) *why_not = unmet.sentence(call);
+    return {};
   }
-  return {};
-}
-
-AttendKernel choose_chunk_kernel(const DecodeParams& params) {
-  const Side &keys = params.key_side, &values = params.value_side;
-  const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-  const int min_rows = params.is_chunk ? 1 : params.capacity < kShortCapacity ? kMinChunkRowsOfShort : kMinChunkRows;
-  if (num_rows < min_rows || params.query.dtype == Dtype::fp32) return {};
-  const auto kernel_for_rows = [&](bool is_streamed) {
-    return chunk_kernel_for(std::max(keys.head_dim, values.head_dim),
-                            params.softcap > 0.f || params.alibi_slopes != nullptr, is_streamed);
+  const DecodeParams& params = call.params;
+  const auto kernel = [&](bool is_paged) {
+    return kernel_of_row(call.row - kAttendTable, head_dim_of(params), num_rows_of(params), is_paged,
+                         std::make_index_sequence<kNumAttendRows>());
   };
-  AttendKernel kernel = kernel_for_rows(kHasScratch && num_rows >= kMinScratchRows);
-  if (kernel.fill_scratch != nullptr && scratch_of(params, kernel).most_heads == 0) kernel = kernel_for_rows(false);
-  for (const Side* side : {&keys, &values}) {
-    const bool has_codes = side->storage != Storage::none;
-    if (!has_codes && (kernel.fill_scratch == nullptr || side->dense_dtype == Dtype::fp32)) return {};
-    if (side->head_dim % kUnitChannels != 0) return {};
-    // All codes that a thread takes have one scale, and are loaded at once.
-    if (side->head_dim / side->num_groups % kUnitChannels != 0) return {};
-    const int64_t bytes = has_codes ? kUnitChannels * bits_of(side->storage) / 8 : 16;
-    const int64_t all = reinterpret_cast<int64_t>(side->codes) | side->codes_stride_b | side->codes_stride_h |
-                        side->codes_stride_t;
-    if (all % bytes != 0 || side->num_groups > kernel.head_dim / kGroupChannels) return {};
+  const AttendKernel paged = kernel(true);
+  const bool is_planned = params.split_plan != nullptr && num_rows_of(params) <= paged.rows_per_tile;
+  return params.page_table != nullptr || is_planned ? paged : kernel(false);
+}
+
+AttendKernel choose_chunk_kernel(const Call& call, std::string* why_not) {
+  if (const Unmet unmet = unmet_by_chunk(call)) {
+    if (why_not != nullptr) *why_not = unmet.sentence(call);
+    return {};
   }
-  return has_chunk_code(kernel, current_device()) ? kernel : AttendKernel{};
+  const DecodeParams& params = call.params;
+  const auto kernel_for = [&](bool is_streamed) {
+    return chunk_kernel_for(head_dim_of(params), params.softcap > 0.f || params.alibi_slopes != nullptr, is_streamed);
+  };
+  AttendKernel kernel = kernel_for(kHasScratch && num_rows_of(params) >= kMinScratchRows);
+  if (kernel.fill_scratch != nullptr && scratch_of(params, kernel).most_heads == 0) kernel = kernel_for(false);
+  const Device device = current_device();
+  for (const ChunkRequirement& requirement : kChunkHere) {
+    if (requirement.is_met(kernel, params, device)) continue;
+    if (why_not != nullptr) *why_not = requirement.sentence(kernel, params, device);
+    return {};
+  }
+  return kernel;
 }
 
 Scratch scratch_of(const DecodeParams& params, const AttendKernel& kernel) {

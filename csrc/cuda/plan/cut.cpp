@@ -128,7 +128,6 @@ Cut planned_cut(const AttendKernel& kernel, const Device& device) {
 bool has_chunk_code(const AttendKernel& kernel, const Device& device) {
   const void* function = reinterpret_cast<const void*>(kernel.function);
   return remember(std::make_tuple(function, device.number), [&] {
-    if (device.capability != 90 || kernel.fixed_bytes > device.bytes_per_cta) return false;
     cudaFuncAttributes attributes;
     // Where the extension was built for other GPUs only, there may be no code, or empty code.
     if (cudaFuncGetAttributes(&attributes, function) != cudaSuccess || attributes.ptxVersion < 90) {

@@ -14,35 +14,12 @@ namespace {
 constexpr int kCtasPerMultiprocessor = 4;
 constexpr int kMinTokensPerSplit = 128;
 
-// Limits of the attention kernel's grid, which is thread blocks of a head x heads x sequences.
-constexpr int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
-
-Divisor divisor(int64_t value) {
-  const auto small = static_cast<unsigned>(value);
-  return {small, static_cast<unsigned>((0x7fffffffull + small) / small)};
-}
+// The limit of the attention kernel's grid, which is thread blocks of a head x heads x sequences.
+constexpr int64_t kMaxGridX = 0x7fffffff;
 
 // Strides are in bytes, and multiples of 16 wherever the kernel uses them.
 Origin origin(const void* data, int64_t stride_b, int64_t stride_h) {
   return {data, static_cast<uint32_t>(stride_b / 16), static_cast<uint32_t>(stride_h / 16)};
-}
-
-// Whether strides of planes fit an Origin and offsets in the query fit 32 bits. Only a plane of 64 GB would not fit,
-// whereas all pages together may be as large as they like.
-bool has_short_strides(const DecodeParams& params) {
-  if (params.num_pages > kMaxPages) return false;
-  const auto is_short = [](int64_t stride_b, int64_t stride_h) {
-    return std::max(std::abs(stride_b), std::abs(stride_h)) / 16 <= INT32_MAX;
-  };
-  for (const Side* side : {&params.key_side, &params.value_side}) {
-    if (!is_short(side->codes_stride_b, side->codes_stride_h)) return false;
-    if (std::abs(side->codes_stride_t) > INT32_MAX / kBlockSize) return false;  // so that a whole step fits, too
-    if (!is_short(2 * side->scale_stride_b, 2 * side->scale_stride_h)) return false;
-    if (!is_short(2 * side->zero_stride_b, 2 * side->zero_stride_h)) return false;
-  }
-  const Dense& query = params.query;
-  return params.batch * query.stride_b + params.num_q_heads * query.stride_h + params.q_len * query.stride_t <=
-         INT32_MAX;
 }
 
 // Lists the planes of scales in the order in which the kernel copies them.
@@ -199,13 +176,11 @@ void slice(const DecodeParams& params, DecodePlan& plan) {
 }
 
 // A plan for the chunk kernel; its `kernel.function` is nullptr where that does not serve.
-DecodePlan plan_many_rows(const DecodeParams& params) {
+DecodePlan plan_many_rows(const Call& call, std::string* why_not) {
+  const DecodeParams& params = call.params;
   DecodePlan plan{};
-  const AttendKernel& kernel = plan.kernel = choose_chunk_kernel(params);
-  if (kernel.function == nullptr || std::max(params.batch, params.num_kv_heads) > kMaxGridY ||
-      !has_short_strides(params)) {
-    return {};
-  }
+  const AttendKernel& kernel = plan.kernel = choose_chunk_kernel(call, why_not);
+  if (kernel.function == nullptr) return {};
   place_operands(params, kernel, plan);
   const int64_t row_tiles = (rows_of(params) + kernel.rows_per_tile - 1) / kernel.rows_per_tile;
   slice(params, plan);
@@ -217,6 +192,9 @@ DecodePlan plan_many_rows(const DecodeParams& params) {
   const int64_t ctas_of_head = row_tiles * splits;
   if (std::max(ctas_of_head, int64_t{plan.max_length} / kernel.step_tokens + 1) * splits > INT32_MAX ||
       rows_of(params) * plan.rows.num_q_per_kv.value > INT32_MAX) {
+    if (why_not != nullptr) {
+      *why_not = wanted("fewer thread blocks for a head", ctas_of_head, ", in ", splits, " splits");
+    }
     return {};
   }
   plan.may_overlap = may_overlap(reinterpret_cast<const void*>(kernel.function));
@@ -234,21 +212,12 @@ DecodePlan plan_many_rows(const DecodeParams& params) {
   return plan;
 }
 
-}  // namespace
-
-DecodePlan plan_chunk(const DecodeParams& params, const AppendParams& new_tokens) {
-  const bool is_loadable = has_aligned_rows(new_tokens.key) && has_aligned_rows(new_tokens.value);
-  return is_loadable ? plan_many_rows(params) : DecodePlan{};
-}
-
-DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_tokens) {
-  if (const DecodePlan chunk = plan_many_rows(params); chunk.kernel.function != nullptr) return chunk;
+// A plan for the attention kernel; its `kernel.function` is nullptr where that does not serve.
+DecodePlan plan_attend(const Call& call, std::string* why_not) {
+  const DecodeParams& params = call.params;
   DecodePlan plan{};
-  AttendKernel& kernel = plan.kernel = choose_kernel(params);
-  if (kernel.function == nullptr || std::max(params.batch, params.num_kv_heads) > kMaxGridY ||
-      !has_short_strides(params)) {
-    return plan_general(params);
-  }
+  AttendKernel& kernel = plan.kernel = choose_kernel(call, why_not);
+  if (kernel.function == nullptr) return {};
   const Extras extras = place_operands(params, kernel, plan);
   kernel.fixed_bytes += extras.total();
   const int64_t num_rows = rows_of(params);
@@ -267,7 +236,14 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   const Device device = current_device();
   const Cut cut = is_planned ? planned_cut(kernel, device)
                              : choose_cut(kernel, device, planned_units, steps, wanted_splits, most_splits);
-  if (cut.splits == 0) return plan_general(params);  // the kernel does not fit the GPU
+  if (cut.splits == 0) {
+    if (why_not != nullptr) {
+      *why_not = wanted(std::to_string(bytes_needed(kernel, kMinAttendWarps, kernel.min_stages)) +
+                            " bytes of shared memory for a thread block",
+                        device.bytes_per_cta);
+    }
+    return {};
+  }
   const Occupancy occupancy = occupancy_of(kernel, cut.num_warps, device);
   plan.num_stages = occupancy.num_stages;
   plan.may_overlap = occupancy.may_overlap;
@@ -275,7 +251,7 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.shared_bytes = shared_bytes(kernel, device, occupancy, cut);
   plan.has_dense_tokens = params.sink_length + params.residual_length > 0;
   plan.plain_query_at = bytes_needed(kernel, cut.num_warps, plan.num_stages) - extras.plain_query;
-  plan.appends = can_append(kernel, new_tokens, num_row_tiles, cut.num_warps);
+  plan.appends = can_append(kernel, call.new_tokens, num_row_tiles, cut.num_warps);
   // Limits of the grid and of Divisors: thread blocks of a head and rounds of steps by splits, rows by heads of a
   // group.
   const int64_t ctas_of_head = num_row_tiles * cut.splits;
@@ -299,8 +275,6 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   }
   return plan;
 }
-
-namespace {
 
 // Launches a chunk kernel, slice by slice. Slices use the same workspace one after the other.
 void launch_chunk(const DecodeParams& params, const NewTokens& new_tokens, const DecodePlan& whole, float* workspace,
@@ -330,6 +304,26 @@ void launch_chunk(const DecodeParams& params, const NewTokens& new_tokens, const
 }
 
 }  // namespace
+
+DecodePlan plan_chunk(const DecodeParams& params, const AppendParams& new_tokens, std::string* why_not) {
+  return plan_many_rows({params, &new_tokens}, why_not);
+}
+
+DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_tokens) {
+  const Call call{params, new_tokens};
+  if (const DecodePlan chunk = plan_many_rows(call, nullptr); chunk.kernel.function != nullptr) return chunk;
+  DecodePlan plan = plan_attend(call, nullptr);
+  if (plan.kernel.function == nullptr) plan = plan_general(params);
+  return plan;
+}
+
+std::string why_general_here(const DecodeParams& params, const AppendParams* new_tokens) {
+  const Call call{params, new_tokens};
+  std::string why_not_attend, why_not_chunk;
+  plan_many_rows(call, &why_not_chunk);
+  plan_attend(call, &why_not_attend);
+  return why_general(call, why_not_attend, why_not_chunk);
+}
 
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream) {

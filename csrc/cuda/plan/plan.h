@@ -1,6 +1,9 @@
 // The parts of the plan: choose.cpp finds the kernel for a call, cut.cpp into how many thread blocks to cut the call.
 #pragma once
 
+#include <string>
+
+#include "../../requirements.h"
 #include "../common/device.h"
 #include "../cuda.h"
 
@@ -8,14 +11,11 @@ namespace hf_kvquant::cuda {
 
 constexpr int kLanesOfWarp = 32;
 
-// Whether kernels may load eight channels of new tokens at once.
-bool has_aligned_rows(const Dense& dense);
-
-// Its `function` is nullptr where the generic kernel has to serve.
-AttendKernel choose_kernel(const DecodeParams& params);
+// Its `function` is nullptr where the general kernel has to serve; `why_not` then says why, if it is wanted.
+AttendKernel choose_kernel(const Call& call, std::string* why_not);
 
 // The same for many query rows; where its `function` is nullptr, choose_kernel chooses.
-AttendKernel choose_chunk_kernel(const DecodeParams& params);
+AttendKernel choose_chunk_kernel(const Call& call, std::string* why_not);
 
 // The scratch that a chunk kernel reads its tiles from: tiles of a side of one sequence and head, and of how many heads
 // it may hold the tiles at a time, those of all sequences together. 0: it does not fit.
@@ -25,7 +25,7 @@ struct Scratch {
 
 Scratch scratch_of(const DecodeParams& params, const AttendKernel& kernel);
 
-// Whether the extension has code of a chunk kernel for a GPU.
+// Whether the extension has code of a chunk kernel for a GPU that it fits.
 bool has_chunk_code(const AttendKernel& kernel, const Device& device);
 
 // Whether the attention kernel can quantise the new tokens itself. It must support their formats in full, and a single

@@ -2,8 +2,8 @@
 // head. So `fill_dense` fills each once, in a launch before, and thread blocks that attend only copy them.
 #pragma once
 
-#include "../attend/combine.cuh"
-#include "../common/transform.cuh"
+#include "../../attend/combine.cuh"
+#include "../../common/transform.cuh"
 #include "shape.cuh"
 
 namespace hf_kvquant::cuda {

@@ -1,5 +1,5 @@
 // Compiles the chunk kernels, two per head dim. Each serves all formats.
-#include "../plan/plan.h"
+#include "../../plan/plan.h"
 #include "attend_chunk.cuh"
 
 namespace hf_kvquant::cuda {

@@ -1,8 +1,8 @@
 // The constants of one instantiation of the chunk kernel, and its shared memory.
 #pragma once
 
-#include "../attend/combine.cuh"
-#include "../common/transform.cuh"
+#include "../../attend/combine.cuh"
+#include "../../common/transform.cuh"
 #include "wgmma.cuh"
 
 namespace hf_kvquant::cuda {

@@ -5,7 +5,7 @@
 // multiplied by a power of two, which scores and weights undo.
 #pragma once
 
-#include "../attend/fragments.cuh"
+#include "../../attend/fragments.cuh"
 #include "dense_tiles.cuh"
 
 namespace hf_kvquant::cuda {

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "../common/instructions.cuh"
+#include "../../common/instructions.cuh"
 
 // Code for sm_90a, the only target that has these instructions.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
