@@ -445,7 +445,8 @@ constexpr Requirement kLatent[] = {
        return wanted("rows of codes " + std::to_string(row_bytes_of(side)) + " bytes apart, without gaps",
                      side.codes_stride_t, of(call, side));
      }},
-    {Of::sides, [](const Call&, const Side& side) { return side.storage == Storage::none || has_token_stride(side, 1); },
+    {Of::sides,
+     [](const Call&, const Side& side) { return side.storage == Storage::none || has_token_stride(side, 1); },
      [](const Call& call, const Side& side) {
        return wanted("scales and zeros of each token, side by side", token_strides(side), of(call, side));
      }},

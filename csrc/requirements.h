@@ -13,8 +13,8 @@ namespace hf_kvquant::cuda {
 
 struct AttendRow;
 
-// Whether long chunks read tiles that a launch before fills once (sm90/chunk/scratch.cuh), from how many query rows of a
-// key-value head on. So do chunks over unquantised tokens, which no other chunk kernel serves.
+// Whether long chunks read tiles that a launch before fills once (sm90/chunk/scratch.cuh), from how many query rows of
+// a key-value head on. So do chunks over unquantised tokens, which no other chunk kernel serves.
 constexpr bool kHasScratch = true;
 constexpr int kMinScratchRows = 2048;
 

@@ -56,7 +56,7 @@ template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Sc
 AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged);
 
 // The kernel for many query rows, which serves all formats with codes. `changes_scores`: by softcap or ALiBi.
-// `is_streamed`: tiles come from the scratch, see chunk/scratch.cuh; rows without codes are served too.
+// `is_streamed`: tiles come from the scratch, see sm90/chunk/scratch.cuh; rows without codes are served too.
 AttendKernel chunk_kernel_for(int head_dim, bool changes_scores, bool is_streamed);
 
 // Divides by a number that is known only at run time. A division costs some thirty instructions, so the host computes a
@@ -198,7 +198,8 @@ std::string why_general_here(const DecodeParams& params, const AppendParams* new
 
 void append(const AppendParams& params, void* stream);
 
-// Appends, unless they are a chunk, and attends as planned. `params.counters` must be plan.num_counters zeros; they are zeros again afterwards.
+// Appends, unless they are a chunk, and attends as planned. `params.counters` must be plan.num_counters zeros; they are
+// zeros again afterwards.
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream);
 

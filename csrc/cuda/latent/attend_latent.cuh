@@ -12,10 +12,11 @@
 // the sum of weights gets 2^(u - m) / scale; m is the largest u so far, or little less. Of several scales in a token,
 // the largest counts, and the weights of a group are multiplied by its share of that.
 //
-// H200, 2026-11, 512 + 64 channels, both kernels and their launch, L2 cache cold, in us, of int8, of int4 without and
-// with 4 + 28 dense tokens, and of FlashAttention-3 in bfloat16 (fa3-fwd 0.0.3):
-//   16 heads: 64 x 8k 118, 106, 115, 162; 8 x 16k 49, 44, 45, 61; 1 x 128k 58, 55, 55, 67; 1 x 8k 21, 21, 21, 23
-//   64 x 8k: 20 heads 128, 147, 162, 177; 32 heads 162, 218, 235, 167; 128 heads 555, 767, 828, 244
+// H200, 2026-11, 512 + 64 channels, both kernels and their launch, L2 cache cold, in us, of int8 with dense rope parts,
+// of int4 without and with 4 + 28 dense tokens, and of FlashAttention-3 in bfloat16 (fa3-fwd 0.0.3):
+//   16 heads: 64 x 8k 117, 105, 115, 162; 8 x 16k 49, 45, 46, 61; 1 x 128k 58, 55, 55, 67; 1 x 8k 21, 22, 22, 23
+//   64 x 8k: 20 heads 132, 143, 158, 177; 32 heads 197, 214, 229, 167; 128 heads 839, 744, 807, 244
+// With rope parts of 8 bits, int8 took 162 and 555 at 32 and 128 heads, since 32 rows shared a tile, not 24.
 // Of 121, merging takes some 15 (computed from ncu), and reading 305 MB alone 68. Products of bytes instead of float16
 // numbers for keys, 40 % of the instructions less, changed nothing. A maximum that may lag (random scores raised an
 // exact one in two of three tiles), running addresses and two chains of products gave 10 %. Eight warps for a tile,

@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kLatentCombineThreads, 2)
       const int64_t at = b * params.query.stride_b + head * params.query.stride_h + token * params.query.stride_t;
       const LatentQuery<kRank> query(params, at, lane);
       const auto attend = [&](auto is_wide, auto has_dense_rope) {
-        attend_dense<kRank, is_wide, has_dense_rope>(params, plan, static_cast<int>(b), found, query, helper, num_helpers,
-                                                     lane, dense);
+        attend_dense<kRank, is_wide, has_dense_rope>(params, plan, static_cast<int>(b), found, query, helper,
+                                                     num_helpers, lane, dense);
       };
       const auto with_rope = [&](auto is_wide) {
         const bool has_dense_rope = params.value_side.storage == Storage::none;

@@ -17,7 +17,8 @@ template <Storage kLatent, int kRank>
 LatentKernel latent_kernel_for_rows(int num_rows) {
   // Two thread blocks of 32 rows do not fit a multiprocessor with two stages of 512 + 2 · 64 bytes a token.
   constexpr int kMostColumnTiles = bits_of(kLatent) == 8 && kRank == 512 ? 3 : 4, kMostRows = 8 * kMostColumnTiles;
-  const int num_tiles = (num_rows + kMostRows - 1) / kMostRows, num_rows_of_tile = (num_rows + num_tiles - 1) / num_tiles;
+  const int num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const int num_rows_of_tile = (num_rows + num_tiles - 1) / num_tiles;
   if (num_rows_of_tile <= 16) return latent_kernel_of<kLatent, kRank, 2>();
   if (num_rows_of_tile <= 24) return latent_kernel_of<kLatent, kRank, 3>();
   return latent_kernel_of<kLatent, kRank, kMostColumnTiles>();
