@@ -13,7 +13,8 @@ struct AttendRow {
   Scales scales;
 };
 
-constexpr AttendRow kAttendTable[] = {
+// One for all files: `Call::row` points into it.
+inline constexpr AttendRow kAttendTable[] = {
     {Storage::none, Storage::none, false, false, Scales::rows},  // of the query's dtype, without a key transform
     {Storage::int8, Storage::int8, false, false, Scales::rows},
     {Storage::int8, Storage::int4, false, true, Scales::rows},
