@@ -65,8 +65,6 @@ std::string of(const Call& call, const Side& side) { return " for " + name_of(ca
 
 // --- what requirements compare
 
-int num_rows_of(const DecodeParams& params) { return params.num_q_heads / params.num_kv_heads * params.q_len; }
-
 int group_size_of(const Side& side) { return side.head_dim / side.num_groups; }
 
 Scales scales_of(const DecodeParams& params) {
@@ -170,11 +168,10 @@ constexpr Requirement kHalfQuery = {
       return wanted("a query in float16 or bfloat16", text_of(call.params.query.dtype));
     }};
 
-// Tensor cores multiply numbers without codes as they are.
 constexpr Requirement kQueryDtype = {
     Of::sides,
     [](const Call& call, const Side& side) {
-      return side.storage != Storage::none || side.dense_dtype == call.params.query.dtype;
+      return has_multipliable_values(side, call.params.query.dtype);
     },
     [](const Call& call, const Side& side) {
       return wanted("unquantised " + name_of(call, side) + " in the query's " + text_of(call.params.query.dtype),

@@ -60,6 +60,16 @@ std::string why_general(const Call& call, const std::string& why_not_attend, con
 // The same of a GPU that has and can do everything.
 std::string why_general(const Call& call);
 
+// The query rows of a key-value head.
+inline int num_rows_of(const DecodeParams& params) {
+  return params.num_q_heads / params.num_kv_heads * params.q_len;
+}
+
+// Whether keys or values without codes are numbers of the query's dtype, which tensor cores multiply as they are.
+inline bool has_multipliable_values(const Side& side, Dtype query_dtype) {
+  return side.storage != Storage::none || side.dense_dtype == query_dtype;
+}
+
 // Whether kernels may load eight channels of new tokens at once.
 bool has_aligned_rows(const Dense& dense);
 

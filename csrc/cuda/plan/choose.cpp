@@ -68,14 +68,7 @@ constexpr ChunkRequirement kChunkHere[] = {
      }},
 };
 
-int num_rows_of(const DecodeParams& params) { return params.num_q_heads / params.num_kv_heads * params.q_len; }
-
 int head_dim_of(const DecodeParams& params) { return std::max(params.key_side.head_dim, params.value_side.head_dim); }
-
-// Whether keys or values without codes are numbers of the query's dtype, which tensor cores multiply as they are.
-bool has_multipliable_values(const Side& side, Dtype query_dtype) {
-  return side.storage != Storage::none || side.dense_dtype == query_dtype;
-}
 
 // Whether one warp can take a new key and its value at once: 16 bytes per lane, each row in half of the lanes. Without
 // codes, rows are copied.
