@@ -1,4 +1,4 @@
-"""Attention of so many query rows that tiles of keys and values are filled once, in a scratch (csrc/cuda/chunk/).
+"""Attention of so many query rows that tiles of keys and values are filled once, in a scratch (csrc/cuda/sm90/chunk/).
 
 `test_chunks.py` has fewer rows, whose thread blocks fill tiles themselves. The same calls in pieces of few rows are
 served by that kernel, so here both are compared, too.

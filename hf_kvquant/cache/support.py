@@ -136,8 +136,7 @@ def why_no_latent_kernel(
     is_served = ops.has_kernels(device.type) and ops.serves_latent(device, layout, rank, num_rope)
     why = ""
     if device.type == "cuda" and ops.has_kernels("cuda"):
-        # The same on any device, so nothing is allocated on a GPU for the question.
-        why = ops.why_no_latent_kernel(torch.device("cpu"), layout, (rank, num_rope), dtype)
+        why = ops.why_no_latent_kernel(layout, (rank, num_rope), dtype)
     return None if is_served and not why else why
 
 

@@ -360,9 +360,10 @@ def why_general(device: torch.device, layout: KVLayout, head_dims: tuple[int, in
 
 
 @functools.cache
-def why_no_latent_kernel(device: torch.device, layout: KVLayout, head_dims: tuple[int, int], dtype: torch.dtype) -> str:
+def why_no_latent_kernel(layout: KVLayout, head_dims: tuple[int, int], dtype: torch.dtype) -> str:
     """Why no CUDA kernel attends to latents in a layout: see `why_general`. `head_dims`: of latents and rope parts."""
-    query, planes, held = _example(device, layout, head_dims, sum(head_dims), dtype)
+    # The same on any device, so nothing is allocated on a GPU for the question.
+    query, planes, held = _example(torch.device("cpu"), layout, head_dims, sum(head_dims), dtype)
     why: str = torch_ops.why_no_latent_kernel.default(query, *planes, held, None, 1.0, 0, False, layout.packed)
     return why
 
