@@ -80,6 +80,7 @@ const char* name_of(ScalarType type) {
     case ScalarType::BFloat16: return "bfloat16";
     case ScalarType::Byte: return "uint8";
     case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
     default: return torch::headeronly::toString(type);
   }
 }
@@ -592,7 +593,8 @@ void check_numbers(const char* where, const CacheParams& params) {
 }
 
 RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* other, const Tensor& weight,
-                              const std::optional<Tensor>& mean, double eps) {
+                              const std::optional<Tensor>& mean, double eps, bool is_zero_centered,
+                              const std::optional<Tensor>& gate) {
   RmsNormParams params{};
   params.dtype = dense_dtype({where, "x"}, x);
   KVQ_CHECK(x.dim() >= 1, where, ": `x` must have rows of channels, got a number.");
@@ -603,13 +605,15 @@ RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* 
   KVQ_CHECK(mean.has_value() || num_channels >= kMinSummedChannels, where, ": `x` must have at least ",
             kMinSummedChannels, " channels without `mean`, got ", num_channels, ". Give the mean of the squares.");
   check_vectors(where, "x", x);
-  if (other != nullptr) {
-    check_like(where, "other", *other, "x", x);
-    KVQ_CHECK(is_shaped_like(*other, x), where, ": `other` must be ", shape_of(x), " like `x`, got ",
-              shape_of(*other), ".");
-    check_vectors(where, "other", *other);
-    params.other = other->const_data_ptr();
-  }
+  const auto like_x = [&](const char* name, const Tensor& tensor) {
+    check_like(where, name, tensor, "x", x);
+    KVQ_CHECK(is_shaped_like(tensor, x), where, ": `", name, "` must be ", shape_of(x), " like `x`, got ",
+              shape_of(tensor), ".");
+    check_vectors(where, name, tensor);
+    return tensor.const_data_ptr();
+  };
+  if (other != nullptr) params.other = like_x("other", *other);
+  if (gate.has_value()) params.gate = like_x("gate", *gate);
   check_like(where, "weight", weight, "x", x);
   KVQ_CHECK(weight.dim() == 1 && weight.size(0) == num_channels, where, ": `weight` must be [", num_channels,
             "] like the channels of `x`, got ", shape_of(weight), ".");
@@ -626,6 +630,7 @@ RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* 
   params.x = x.const_data_ptr();
   params.weight = weight.const_data_ptr();
   params.eps = static_cast<float>(eps);
+  params.is_zero_centered = is_zero_centered;
   return params;
 }
 
@@ -698,6 +703,121 @@ PackedLinearParams packed_linear_params(const Tensor& x, const Tensor& codes, co
   params.num_inputs = static_cast<int>(inputs);
   params.num_outputs = static_cast<int>(outputs);
   params.group_log2 = group_log2;
+  return params;
+}
+
+// The slots of a batch's states, which begin at the slots of `state`, [slots, ...].
+StepSlots step_slots(const char* where, const Tensor& state, int64_t batch, const std::optional<Tensor>& read_slots,
+                     const std::optional<Tensor>& write_slots) {
+  KVQ_CHECK(read_slots.has_value() == write_slots.has_value(), Subject{where, "write_slots"}, "be ",
+            read_slots.has_value() ? "given" : "None", " like `read_slots`, got ",
+            read_slots.has_value() ? "None" : "a tensor", ". Give both or neither.");
+  const auto slots = [&](const char* name, const std::optional<Tensor>& tensor) -> const int64_t* {
+    if (!tensor.has_value()) return nullptr;
+    check({where, name}, *tensor, state, ScalarType::Long, {batch}, " One slot for each sequence.");
+    KVQ_CHECK(tensor->is_contiguous(), Subject{where, name}, "be contiguous, got strides that are not. ",
+              "Call .contiguous().");
+    return static_cast<const int64_t*>(tensor->const_data_ptr());
+  };
+  KVQ_CHECK(read_slots.has_value() || state.size(0) == batch, Subject{where, "state"}, "have ", batch,
+            " sequences like the tokens without slots, got ", state.size(0), ".");
+  return {slots("read_slots", read_slots), slots("write_slots", write_slots), state.size(0)};
+}
+
+// A state whose slots may lie apart.
+void check_slots(const Subject& subject, const Tensor& state) {
+  int64_t stride = 1;
+  bool is_dense = true;
+  for (int64_t axis = state.dim() - 1; axis > 0; stride *= state.size(axis--)) {
+    is_dense = is_dense && (state.size(axis) == 1 || state.stride(axis) == stride);
+  }
+  KVQ_CHECK(is_dense, subject, "have contiguous slots, got strides ", spell(state.strides()), ". Call .contiguous().");
+}
+
+int step_batch(const char* where, const char* name, const Tensor& x) {
+  KVQ_CHECK(x.dim() > 0 && x.size(0) <= kMaxStepRows, Subject{where, name}, "have at most ", kMaxStepRows,
+            " sequences, got ", shape_of(x), ".");
+  return static_cast<int>(x.size(0));
+}
+
+ConvStepParams conv_step_params(const Tensor& x, const Tensor& state, const Tensor& weight,
+                                const std::optional<Tensor>& bias, bool has_silu,
+                                const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots) {
+  constexpr const char* kWhere = "conv_step";
+  ConvStepParams params{};
+  params.batch = step_batch(kWhere, "x", x);
+  check({kWhere, "x"}, x, x, std::nullopt, {params.batch, kAny, 1}, " One token of each sequence.");
+  const int64_t channels = x.size(1);
+  check({kWhere, "weight"}, weight, x, std::nullopt, {channels, kAny}, " One row for each channel.");
+  const int64_t width = weight.size(1);
+  check({kWhere, "state"}, state, x, std::nullopt, {kAny, channels, kAny}, " One row for each channel.");
+  const int64_t length = state.size(2);
+  KVQ_CHECK(width > 0 && width - 1 <= length && length > 0 && length <= kMaxConvWidth, Subject{kWhere, "state"},
+            "have from ", width - 1, " to ", kMaxConvWidth, " inputs of each channel, got ", shape_of(state), ".");
+  check_slots({kWhere, "state"}, state);
+  KVQ_CHECK(weight.is_contiguous(), Subject{kWhere, "weight"}, "be contiguous, got strides that are not. ",
+            "Call .contiguous().");
+  params.weight_dtype = dense_dtype({kWhere, "weight"}, weight);
+  if (bias.has_value()) {
+    check({kWhere, "bias"}, *bias, x, weight.scalar_type(), {channels}, " One number for each channel.");
+    check_rows({kWhere, "bias"}, *bias);
+    params.bias = bias->const_data_ptr();
+  }
+  params.x = x.const_data_ptr();
+  params.dtype = dense_dtype({kWhere, "x"}, x);
+  params.stride_b = x.stride(0), params.stride_c = x.stride(1);
+  params.state = state.data_ptr();
+  params.state_dtype = dense_dtype({kWhere, "state"}, state);
+  params.state_stride = state.stride(0);
+  params.slots = step_slots(kWhere, state, params.batch, read_slots, write_slots);
+  params.weight = weight.const_data_ptr();
+  params.channels = to_int(kWhere, "channels", channels);
+  params.state_len = static_cast<int>(length), params.width = static_cast<int>(width);
+  params.has_silu = has_silu;
+  return params;
+}
+
+DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
+                                  const Tensor& beta, const Tensor& state, const Tensor& target, bool normalizes,
+                                  const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots) {
+  constexpr const char* kWhere = "delta_step";
+  DeltaStepParams params{};
+  params.batch = step_batch(kWhere, "query", query);
+  const int64_t batch = params.batch;
+  const auto rows = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
+    const Subject subject{kWhere, name};
+    check(subject, x, query, std::nullopt, sizes, " One token of each sequence.");
+    const bool has_channels = x.dim() == 4;
+    if (has_channels) check_rows(subject, x);
+    return Dense{x.const_data_ptr(), dense_dtype(subject, x), x.stride(0), x.stride(2), 0};
+  };
+  params.query = rows("query", query, {batch, 1, kAny, kAny});
+  const int64_t k_heads = query.size(2), key_dim = query.size(3);
+  params.key = rows("key", key, {batch, 1, k_heads, key_dim});
+  params.value = rows("value", value, {batch, 1, kAny, kAny});
+  const int64_t heads = value.size(2), value_dim = value.size(3);
+  KVQ_CHECK(k_heads > 0 && heads % k_heads == 0, Subject{kWhere, "value"}, "have a multiple of ", k_heads,
+            " heads, those of `key`, got ", heads, ".");
+  const int64_t largest = key_dim % 32 == 0 ? kMaxDeltaKeyDim : kMaxDeltaKeyDim / 4;
+  KVQ_CHECK(key_dim > 0 && key_dim % 8 == 0 && key_dim <= largest, Subject{kWhere, "key"},
+            "have a multiple of 8 channels up to ", kMaxDeltaKeyDim / 4, ", or of 32 up to ", kMaxDeltaKeyDim, ", got ",
+            key_dim, ". Use the model's own function.");
+  params.decay = rows("g", g, {batch, 1, heads});
+  params.beta = rows("beta", beta, {batch, 1, heads});
+  const auto of_states = [&](const char* name, const Tensor& x) {
+    check({kWhere, name}, x, query, ScalarType::Float, {kAny, heads, key_dim, value_dim}, " A matrix for each head.");
+    check_slots({kWhere, name}, x);
+    return static_cast<float*>(x.data_ptr());
+  };
+  params.state = of_states("state", state);
+  params.target = of_states("target", target);
+  KVQ_CHECK(target.size(0) == state.size(0), Subject{kWhere, "target"}, "have ", state.size(0),
+            " slots like `state`, got ", target.size(0), ".");
+  params.state_stride = state.stride(0), params.target_stride = target.stride(0);
+  params.slots = step_slots(kWhere, state, batch, read_slots, write_slots);
+  params.num_k_heads = to_int(kWhere, "heads", k_heads), params.num_heads = to_int(kWhere, "heads", heads);
+  params.key_dim = static_cast<int>(key_dim), params.value_dim = to_int(kWhere, "value_dim", value_dim);
+  params.normalizes = normalizes;
   return params;
 }
 

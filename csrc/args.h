@@ -61,11 +61,18 @@ void check_numbers(const char* where, const CacheParams& params);
 
 // These leave results for the caller to allocate. `other` is added to x; nullptr: nothing is.
 RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* other, const Tensor& weight,
-                              const std::optional<Tensor>& mean, double eps);
+                              const std::optional<Tensor>& mean, double eps, bool is_zero_centered,
+                              const std::optional<Tensor>& gate = std::nullopt);
 RotaryParams rotary_params(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin);
 SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up);
 PackedLinearParams packed_linear_params(const Tensor& x, const Tensor& codes, const Tensor& scale_and_zero,
                                         int64_t group_size);
+ConvStepParams conv_step_params(const Tensor& x, const Tensor& state, const Tensor& weight,
+                                const std::optional<Tensor>& bias, bool has_silu,
+                                const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots);
+DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
+                                  const Tensor& beta, const Tensor& state, const Tensor& target, bool normalizes,
+                                  const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots);
 // Lengths and starts of a batch, on the device, and how many slots its plan has.
 void check_split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots,
                       int64_t min_tokens);

@@ -1,7 +1,8 @@
 // The fused ops between the linear layers of a model: their arguments as plain structs, checked by args.h, and their
 // CUDA kernels. reference.rms_norm, add_rms_norm, rotary and silu_mul define the results, including every rounding; on
 // other devices PyTorch runs those functions. All tensors of a call share one dtype, except the mean. Also here: linear
-// layers with tile-packed int4 weights, and the prefetch of a linear layer's weights.
+// layers with tile-packed int4 weights, the prefetch of a linear layer's weights, and one token of a layer with states,
+// whose tensors have dtypes of their own (state_steps.conv_step and delta_step).
 #pragma once
 
 #include "format.h"
@@ -18,6 +19,7 @@ struct RmsNormParams {
   const void* x;       // [num_rows, num_channels], contiguous
   const void* other;   // like x, added to it first; nullptr: nothing
   const void* weight;  // [num_channels]
+  const void* gate;    // like x, whose SiLU multiplies the result; nullptr: nothing
   const float* mean;   // [num_rows], of the squares; nullptr: the kernel computes it
   void* total;         // x + other; unused without `other`
   void* out;           // like x
@@ -25,6 +27,7 @@ struct RmsNormParams {
   int64_t num_rows;
   int num_channels;  // a multiple of kFusedVector
   float eps;
+  bool is_zero_centered;  // 1 + weight multiplies, and only the product is rounded
 };
 
 struct RotaryParams {
@@ -52,6 +55,49 @@ struct PackedLinearParams {
   int group_log2;               // of inputs that share a scale and a zero: 5 to 8
 };
 
+constexpr int kMaxConvWidth = 8;       // inputs that a convolution of a state sees, the new one included
+constexpr int kMaxDeltaKeyDim = 256;   // channels of a key in a recurrence
+constexpr int kMaxStepRows = 1 << 20;  // sequences of a call
+
+// Which slots of a state the sequences of a batch have, [batch] each; nullptr: sequence b has slot b.
+struct StepSlots {
+  const int64_t *read, *write;
+  int64_t num_slots;  // of the state. Other numbers read zeros, and are not written.
+};
+
+// One token of a causal convolution along each channel. The newest inputs are the state, oldest first.
+struct ConvStepParams {
+  const void* x;  // [batch, channels, 1]
+  Dtype dtype;    // of x and out
+  int64_t stride_b, stride_c;
+  void* state;  // [slots, channels, state_len], channels contiguous
+  Dtype state_dtype;
+  int64_t state_stride;  // from one slot to the next
+  StepSlots slots;
+  const void* weight;  // [channels, width], contiguous; width - 1 <= state_len
+  const void* bias;    // [channels]; nullptr: none
+  Dtype weight_dtype;  // in which the sum is rounded, and its SiLU
+  void* out;           // [batch, channels, 1], contiguous
+  int batch, channels, state_len, width;
+  bool has_silu;
+};
+
+// One token of the gated delta rule, of one head:
+//   S = exp(g) S,  S += k (beta (v - Sᵀk))ᵀ,  out = Sᵀq / √key_dim,
+// where q and k have been divided by √(sum of squares + 1e-6) if `normalizes`. Query heads serve equally many heads.
+struct DeltaStepParams {
+  Dense query, key;  // [batch, 1, num_k_heads, key_dim]; stride_t unused, as in all of these
+  Dense value;       // [batch, 1, num_heads, value_dim]
+  Dense decay, beta;  // g and beta, [batch, 1, num_heads]; stride_h from one head to the next
+  const float* state;  // [slots, num_heads, key_dim, value_dim], slots contiguous
+  float* target;       // the new states; may be `state`
+  int64_t state_stride, target_stride;  // from one slot to the next
+  StepSlots slots;
+  void* out;  // like value in shape and query in dtype, contiguous
+  int batch, num_k_heads, num_heads, key_dim, value_dim;
+  bool normalizes;
+};
+
 namespace cuda {
 
 // `stream` is on the current device.
@@ -59,6 +105,8 @@ void rms_norm(const RmsNormParams& params, void* stream);
 void rotary(const RotaryParams& params, void* stream);
 void silu_mul(const SiluMulParams& params, void* stream);
 void packed_linear(const PackedLinearParams& params, void* stream);
+void conv_step(const ConvStepParams& params, void* stream);
+void delta_step(const DeltaStepParams& params, void* stream);
 // Loads the first bytes of `memory` into the L2 cache. Writes nothing and does not wait.
 void prefetch(const void* memory, int64_t num_bytes, void* stream);
 

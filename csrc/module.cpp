@@ -327,8 +327,9 @@ std::tuple<Tensor, Tensor> dequantize(const std::vector<Tensor>& key_planes, con
   return {key, value};
 }
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& mean, double eps) {
-  RmsNormParams params = rms_norm_params("rms_norm", x, nullptr, weight, mean, eps);
+Tensor rms_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& mean, double eps,
+                bool is_zero_centered, const std::optional<Tensor>& gate) {
+  RmsNormParams params = rms_norm_params("rms_norm", x, nullptr, weight, mean, eps, is_zero_centered, gate);
   const CudaDevice device(x);
   Tensor out = torch::stable::empty_like(x);
   params.out = out.data_ptr();
@@ -336,8 +337,9 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, const std::optional<Tenso
   return out;
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& other, const Tensor& weight, double eps) {
-  RmsNormParams params = rms_norm_params("add_rms_norm", x, &other, weight, std::nullopt, eps);
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& other, const Tensor& weight, double eps,
+                                        bool is_zero_centered) {
+  RmsNormParams params = rms_norm_params("add_rms_norm", x, &other, weight, std::nullopt, eps, is_zero_centered);
   const CudaDevice device(x);
   Tensor total = torch::stable::empty_like(x), out = torch::stable::empty_like(x);
   params.total = total.data_ptr();
@@ -371,6 +373,28 @@ Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scale_a
   const Tensor out = empty_beside(x, {params.num_rows, params.num_outputs});
   params.out = out.data_ptr();
   if (params.num_rows > 0) cuda::packed_linear(params, device.stream);
+  return out;
+}
+
+Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, const std::optional<Tensor>& bias,
+                 bool has_silu, const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots) {
+  ConvStepParams params = conv_step_params(x, state, weight, bias, has_silu, read_slots, write_slots);
+  const CudaDevice device(x);
+  const Tensor out = empty_beside(x, {params.batch, params.channels, 1});
+  params.out = out.data_ptr();
+  if (out.numel() > 0) cuda::conv_step(params, device.stream);
+  return out;
+}
+
+Tensor delta_step(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g, const Tensor& beta,
+                  const Tensor& state, const Tensor& target, bool normalizes, const std::optional<Tensor>& read_slots,
+                  const std::optional<Tensor>& write_slots) {
+  DeltaStepParams params =
+      delta_step_params(query, key, value, g, beta, state, target, normalizes, read_slots, write_slots);
+  const CudaDevice device(query);
+  const Tensor out = empty_beside(query, {params.batch, 1, params.num_heads, params.value_dim});
+  params.out = out.data_ptr();
+  if (out.numel() > 0) cuda::delta_step(params, device.stream);
   return out;
 }
 
@@ -440,6 +464,8 @@ KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("rotary", TORCH_BOX(&hf_kvquant::rotary));
   library.impl("silu_mul", TORCH_BOX(&hf_kvquant::silu_mul));
   library.impl("packed_linear", TORCH_BOX(&hf_kvquant::packed_linear));
+  library.impl("conv_step", TORCH_BOX(&hf_kvquant::conv_step));
+  library.impl("delta_step", TORCH_BOX(&hf_kvquant::delta_step));
   library.impl("prefetch", TORCH_BOX(&hf_kvquant::prefetch));
   library.impl("attend_latent", TORCH_BOX(&hf_kvquant::attend_latent<hf_kvquant::CudaDevice>));
   library.impl("split_plan", TORCH_BOX(&hf_kvquant::split_plan));

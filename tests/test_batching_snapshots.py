@@ -411,4 +411,7 @@ def test_captured_and_asynchronous_steps(name: str, options: Any) -> None:
         expected = [alone(model, prompt, 12) for prompt in prompts]
         with managed(model, 12, num_blocks=48, max_batch_tokens=512, **options) as manager:
             assert [answers(manager, prompts) for _ in range(2)] == [expected] * 2
-            assert manager.batch_processor.cache.snapshots.num_hits >= len(prompts)
+            # All that share a prefix find it the second time. The first time, a step that is prepared while the one
+            # before it runs does not know what that one leaves.
+            is_async = options.get("use_async_batching", options.get("use_cuda_graph", True))
+            assert manager.batch_processor.cache.snapshots.num_hits >= len(prompts) - is_async

@@ -55,11 +55,15 @@ def test_rms_norm_sums_rows_as_torch_does(rows: int, channels: int, dtype: torch
     for scale in (1.0, 1e-3, 100.0):
         x, weight = randn(rows, channels, dtype=dtype, scale=scale), randn(channels, dtype=dtype)
         what = f"{rows} rows of {channels} {dtype} around {scale}"
-        same_bits(FUSED.rms_norm(x, weight, None, 1e-6), reference.rms_norm(x, weight, None, 1e-6), what)
         other = randn(rows, channels, dtype=dtype, scale=scale)
-        total, normed = FUSED.add_rms_norm(x, other, weight, 1e-6)
-        same_bits(total, x + other, f"the sum, {what}")
-        same_bits(normed, reference.rms_norm(x + other, weight, None, 1e-6), f"of the sum, {what}")
+        for is_zero_centered in (False, True):
+            for gate in (None, other):
+                how = None, 1e-6, is_zero_centered, gate
+                same_bits(FUSED.rms_norm(x, weight, *how), reference.rms_norm(x, weight, *how), what)
+            total, normed = FUSED.add_rms_norm(x, other, weight, 1e-6, is_zero_centered)
+            same_bits(total, x + other, f"the sum, {what}")
+            expected = reference.rms_norm(x + other, weight, None, 1e-6, is_zero_centered)
+            same_bits(normed, expected, f"of the sum, {what}")
 
 
 @CUDA_ONLY
@@ -68,7 +72,9 @@ def test_rms_norm_sums_rows_as_torch_does(rows: int, channels: int, dtype: torch
 def test_rms_norm_behind_a_mean(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
     mean = x.float().pow(2).mean(-1, keepdim=True)
-    same_bits(FUSED.rms_norm(x, weight, mean, 1e-5), reference.rms_norm(x, weight, mean, 1e-5), str(shape))
+    for how in ((False, None), (True, None), (False, randn(*shape, dtype=dtype))):
+        expected = reference.rms_norm(x, weight, mean, 1e-5, *how)
+        same_bits(FUSED.rms_norm(x, weight, mean, 1e-5, *how), expected, str(shape))
 
 
 @CUDA_ONLY
@@ -130,7 +136,7 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
     query, key = randn(2, 4, 1, 8, device=device), randn(2, 2, 1, 8, device=device)
     cos, sin = randn(1, 1, 8, device=device), randn(1, 1, 8, device=device)
     return {
-        "rms_norm": (x, weight, mean, 1e-6),
+        "rms_norm": (x, weight, mean, 1e-6, True, randn(2, 1, 256, device=device)),
         "add_rms_norm": (x, randn(2, 1, 256, device=device), weight, 1e-6),
         "rotary": (query, key, cos, sin),
         "silu_mul": (randn(2, 1, 8, device=device), randn(2, 1, 8, device=device)),
@@ -165,6 +171,7 @@ def check_refused(device: str, name: str, index: int, change: Callable[[Tensor],
 @pytest.mark.parametrize(
     ("name", "index", "change", "message"),
     [
+        ("rms_norm", 5, lambda x: x[:1], "rms_norm: `gate` must be [2, 1, 256] like `x`, got [1, 1, 256]."),
         ("rms_norm", 1, lambda x: x[:8], "rms_norm: `weight` must be [256] like the channels of `x`, got [8]."),
         (
             "add_rms_norm",
@@ -325,7 +332,7 @@ ALL = {**NORMS, "rotary": 2, "silu_mul": 2}
         ("mistral", ALL),
         ("qwen3", {**ALL, "rms_norm": 5}),
         ("phi3", {**NORMS, "rotary": 2}),  # one projection for gate and up
-        ("gemma2", {"rotary": 2}),  # norms multiply by 1 + weight
+        ("gemma2", {"rms_norm": 5, "add_rms_norm": 4, "rotary": 2}),  # norms multiply by 1 + weight
         ("glm", NORMS),  # half of a head is turned, in pairs
         ("cohere", {"silu_mul": 2}),
         ("gpt2", {}),
@@ -403,10 +410,13 @@ def test_the_log_says_what_became_of_each(caplog: pytest.LogCaptureFixture) -> N
         f"captured steps do not run Gemma2RMSNorm {of} [128] bfloat16 as one kernel: its bits differ.",
         f"captured steps do not run Gemma2RMSNorm {of} [128] bfloat16 as one kernel after torch's mean: "
         "its bits differ.",
+        f"captured steps run Gemma2RMSNorm {of} [128] bfloat16 as one kernel with 1 + weight.",
         "captured steps run apply_rotary_pos_emb of [2, 4, 1, 64] [2, 2, 1, 64] [1, 1, 64] [1, 1, 64] bfloat16 as one "
         "kernel.",
         f"captured steps do not run the addition before Gemma2RMSNorm {of} [2, 1, 128] [128] bfloat16 as one kernel "
         "with the norm: its bits differ.",
+        f"captured steps run the addition before Gemma2RMSNorm {of} [2, 1, 128] [128] bfloat16 as one kernel with the "
+        "norm's 1 + weight.",
         f"captured steps do not run Gemma2MLP {of} bfloat16 as one kernel between its linear layers: its bits differ.",
     ]
 
@@ -445,10 +455,10 @@ def test_what_a_kernel_refuses_stays(monkeypatch: pytest.MonkeyPatch, caplog: py
     """The kernel may need the mean of short rows."""
     op = FUSED.rms_norm
 
-    def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Any:
+    def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, *how: Any) -> Any:
         if mean is None:
             raise ValueError("rms_norm: `x` must be longer.")
-        return op(x, weight, mean, eps)
+        return op(x, weight, mean, *how)
 
     rms_norm.default = op.default  # torch looks it up by its name, for modes
     monkeypatch.setattr(FUSED, "rms_norm", rms_norm)

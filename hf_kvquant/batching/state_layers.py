@@ -5,7 +5,8 @@ such a layer, a convolution and a recurrence would run from one request into the
 between sequences, PyTorch's versions do not, and a cache can hand over one state alone (5.24). There is no contract for
 more. So while a manager has the model, these modules have a `forward` of ours. It calls theirs for each group, as a
 batch `[requests, tokens of each]`: decode steps as `[requests, 1]`, prompts one after the other unless they are equally
-long. The cache that theirs gets then is one of transformers' own kind, with the states of these requests.
+long. The cache that theirs gets then is one of transformers' own kind, with the states of these requests: copies, or
+the slots themselves where a captured step has functions that take them (`SlotStates`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..graphs.state_steps import CONV, DELTA, takes_slots
 from ..upstream.releases import CACHE
 from .batch import Group
 from .cache import OF_BATCHES, PagedCache
@@ -182,8 +184,9 @@ def _forward(module: Any, before: Callable[..., Any] | None, *args: Any, **kwarg
     assert cache.states is not None
     planes = cache.states.planes[module.layer_idx]
     num_tokens, results = hidden.shape[1], []
+    functions = {CONV if part.is_conv else DELTA for part, _ in planes}
     for group in cache.groups:
-        layer = GroupLayer(planes, group)
+        layer = GroupLayer(planes, group, group.q_len == 1 and group.has_past and takes_slots(module, functions))
         own = hidden[0, group.tokens].view(-1, group.q_len, hidden.shape[2])
         results.append(forward(own, **{CACHE: layer.as_cache(module.layer_idx)}, **kwargs).flatten(0, 1))
         layer.store()

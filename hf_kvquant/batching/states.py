@@ -23,6 +23,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, CachePool
 
+from ..graphs.state_steps import SlotStates
 from ..spec.pages import PART_ALIGNMENT, Part
 from .batch import Group
 
@@ -246,20 +247,22 @@ class GroupLayer(LinearAttentionLayer):
     Args:
         planes: Of the layer: see `StateLayout.planes`.
         group: Whose slots are read and written.
+        are_in_place: Whether the model reads and writes its states in the slots themselves: see `SlotStates`.
     """
 
-    def __init__(self, planes: list[tuple[StatePart, Tensor]], group: Group) -> None:
+    def __init__(self, planes: list[tuple[StatePart, Tensor]], group: Group, are_in_place: bool = False) -> None:
         super().__init__(number_of_states=1 + max(part.state_idx for part, _ in planes))
-        self._planes, self._group = planes, group
+        self._planes, self._group, self._are_in_place = planes, group, are_in_place
         if not group.has_past:
             return
-        assert group.read_slots is not None
+        assert group.read_slots is not None and group.write_slots is not None
         for part, plane in planes:
-            state, index = plane.index_select(0, group.read_slots), part.state_idx
+            index, slots = part.state_idx, SlotStates(plane, group.read_slots, group.write_slots)
+            state: Any = slots if are_in_place else slots.gathered()
             self.has_previous_state[index] = True
             if part.is_conv:
                 self.conv_states[index], self.is_conv_states_initialized[index] = state, True
-                self.conv_kernel_size[index] = state.shape[-1]
+                self.conv_kernel_size[index] = plane.shape[-1]
             else:
                 self.recurrent_states[index], self.is_recurrent_states_initialized[index] = state, True
 
@@ -271,6 +274,8 @@ class GroupLayer(LinearAttentionLayer):
 
     def store(self) -> None:
         """Write all states to the slots of the group."""
+        if self._are_in_place:
+            return
         assert self._group.write_slots is not None
         for part, plane in self._planes:
             state = (self.conv_states if part.is_conv else self.recurrent_states)[part.state_idx]

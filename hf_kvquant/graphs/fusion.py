@@ -1,10 +1,11 @@
-"""Fuses the small kernels between linear layers while a decode step is captured, with bitwise the same results.
+"""Fuses the small kernels between linear layers while a decode step is captured, with the same results.
 
 A decode step of Llama launches some thirty small kernels per layer: eight for each RMSNorm, ten for the rotary
 embedding, two for the product in the MLP, two for residual additions. While a step is recorded, `fused` replaces each
 of these by one kernel (an addition joins the kernel of the norm after it): it replaces the forwards of instances and
 `apply_rotary_pos_emb` in the globals of the model's own code, and intercepts additions. The run before the recording
-verifies each replacement (`trials.py`). Modules with hooks or with their own forwards are never replaced, nor is
+verifies each replacement (`trials.py`). `state_steps.py` does the same for layers with states, up to the order in which
+sums are added. Modules with hooks or with their own forwards are never replaced, nor is
 anything under autograd or autocast. An MLP's linear layers may have their own forwards, as in libraries for quantised
 weights. `packed_linear.py` has the linear layers that cost an extra kernel.
 """
@@ -15,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -29,6 +31,7 @@ from .. import ops
 from .._ops import ops as torch_ops
 from ..state import notes_on
 from .packed_linear import is_tile_packed, packed_linear
+from .state_steps import REPLACED
 from .trials import Chooser, Function, random_like
 
 ROTARY = "apply_rotary_pos_emb"
@@ -56,7 +59,11 @@ def fused(model: nn.Module) -> Iterator[None]:
         notes.fusion = chooser = notes.fusion or Chooser()
         additions = _Additions(chooser)
         for module in model.modules():
-            if _is_norm(module):
+            fuse: Callable[..., Tensor | None]
+            count = 1
+            if _is_norm(module) and _is_gated(module):
+                fuse, count = functools.partial(_gated_norm, chooser, module), 2
+            elif _is_norm(module):
                 fuse = functools.partial(_norm, chooser, additions, module)
             elif _is_mlp(module):
                 fuse = functools.partial(_mlp, chooser, module)
@@ -64,11 +71,12 @@ def fused(model: nn.Module) -> Iterator[None]:
                 fuse = functools.partial(packed_linear, chooser, module)
             else:
                 continue
-            stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse)))
-        for namespace in _namespaces(model):
-            original = vars(namespace)[ROTARY]
-            stack.callback(setattr, namespace, ROTARY, original)
-            setattr(namespace, ROTARY, functools.partial(_rotary, chooser, original, threading.get_ident()))
+            stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse, count)))
+        for name, replaced in {ROTARY: _rotary, **REPLACED}.items():
+            for namespace in _namespaces(model, name):
+                original = vars(namespace)[name]
+                stack.callback(setattr, namespace, name, original)
+                setattr(namespace, name, functools.partial(replaced, chooser, original, threading.get_ident()))
         stack.enter_context(additions)
         yield
 
@@ -85,10 +93,10 @@ def _forward(module: nn.Module, function: Function) -> Iterator[None]:
         module.__dict__.update(before)
 
 
-def _fused_forward(module: Any, fuse: Callable[[Tensor], Tensor | None], *args: Any, **kwargs: Any) -> Any:
-    """The replaced forward of a module: `fuse` for a single tensor, unless it returns `None`."""
-    is_known = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-    out = fuse(args[0]) if is_known else None
+def _fused_forward(module: Any, fuse: Callable[..., Tensor | None], count: int, *args: Any, **kwargs: Any) -> Any:
+    """The replaced forward of a module: `fuse` for `count` tensors, unless it returns `None`."""
+    is_known = len(args) == count and not kwargs and all(isinstance(each, Tensor) for each in args)
+    out = fuse(*args) if is_known else None
     return type(module).forward(module, *args, **kwargs) if out is None else out
 
 
@@ -123,22 +131,46 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
+def _is_gated(module: nn.Module) -> bool:
+    """Whether a norm takes a gate, too."""
+    return "gate" in inspect.signature(type(module).forward).parameters
+
+
 def _norm(chooser: Chooser, additions: _Additions, module: Any, x: Tensor) -> Any:
     """The output of an RMSNorm, or `None` if its own forward has to compute it."""
     weight = module.weight
     normed = additions.normed(module, x)
     if normed is not None:
         return normed
-    eps, rms_norm = _eps_of(module), torch_ops.rms_norm
-    candidates = {
-        "one kernel": lambda x, weight: rms_norm(x, weight, None, eps),
-        "one kernel after torch's mean": lambda x, weight: rms_norm(
-            x, weight, x.float().pow(2).mean(-1, keepdim=True), eps
-        ),
-    }
     original = functools.partial(_norm_with, module)
-    function = chooser.choose(type(module).__name__, _identity(module), (x, weight), original, candidates)
+    function = chooser.choose(type(module).__name__, _identity(module), (x, weight), original, _norms(_eps_of(module)))
     return None if function is None else function(x, weight)
+
+
+def _gated_norm(chooser: Chooser, module: Any, x: Tensor, gate: Tensor) -> Any:
+    """The output of an RMSNorm with a gate, or `None` if its own forward has to compute it."""
+
+    def original(x: Tensor, weight: Tensor, gate: Tensor) -> Any:
+        return _norm_with(module, x, weight, gate)
+
+    tensors = x, module.weight, gate
+    function = chooser.choose(type(module).__name__, _identity(module), tensors, original, _norms(_eps_of(module)))
+    return None if function is None else function(*tensors)
+
+
+def _norms(eps: float) -> dict[str, Function]:
+    """What a norm may be, of `(x, weight)` or `(x, weight, gate)`."""
+    rms_norm = torch_ops.rms_norm
+
+    def after_mean(x: Tensor, weight: Tensor, gate: Tensor | None = None, is_zero_centered: bool = False) -> Any:
+        return rms_norm(x, weight, x.float().pow(2).mean(-1, keepdim=True), eps, is_zero_centered, gate)
+
+    return {
+        "one kernel": lambda x, weight, gate=None: rms_norm(x, weight, None, eps, False, gate),
+        "one kernel after torch's mean": after_mean,
+        "one kernel with 1 + weight": lambda x, weight, gate=None: rms_norm(x, weight, None, eps, True, gate),
+        "one kernel with 1 + weight after torch's mean": functools.partial(after_mean, is_zero_centered=True),
+    }
 
 
 def _eps_of(module: nn.Module) -> float:
@@ -146,11 +178,11 @@ def _eps_of(module: nn.Module) -> float:
     return eps
 
 
-def _norm_with(module: nn.Module, x: Tensor, weight: Tensor) -> Any:
+def _norm_with(module: nn.Module, x: Tensor, weight: Tensor, *gate: Tensor) -> Any:
     """The output of a norm's original forward, with another weight."""
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {"weight": weight}
-    return type(module).forward(twin, x)
+    return type(module).forward(twin, x, *gate)
 
 
 @dataclasses.dataclass
@@ -203,7 +235,10 @@ class _Additions(TorchFunctionMode):
             total = x + other
             return total, _norm_with(norm, total, weight)
 
-        candidates = {"one kernel with the norm": lambda x, other, weight: add_rms_norm(x, other, weight, eps)}
+        candidates: dict[str, Function] = {
+            "one kernel with the norm": lambda x, other, weight: add_rms_norm(x, other, weight, eps),
+            "one kernel with the norm's 1 + weight": lambda x, other, weight: add_rms_norm(x, other, weight, eps, True),
+        }
         name = f"the addition before {type(norm).__name__}"
         return self._chooser.choose(name, _identity(norm), (x, other, norm.weight), original, candidates)
 
@@ -282,11 +317,11 @@ def _mlp_draws(gate: Tensor, up: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield numbers, torch.ones_like(numbers)
 
 
-def _namespaces(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define a model's classes and have a function `apply_rotary_pos_emb`."""
+def _namespaces(model: nn.Module, name: str) -> list[ModuleType]:
+    """The Python modules that define a model's classes and have a function of this name."""
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    found = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    return [namespace for namespace in found if callable(vars(namespace).get(ROTARY))]
+    found = [sys.modules[each] for each in sorted(names) if each in sys.modules]
+    return [namespace for namespace in found if callable(vars(namespace).get(name))]
 
 
 def _rotary(chooser: Chooser, original: Function, thread: int, *args: Any, **kwargs: Any) -> Any:

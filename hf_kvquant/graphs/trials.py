@@ -1,4 +1,4 @@
-"""Chooses a replacement for a function only if it gives bitwise the same results, by trying it.
+"""Chooses a replacement for a function only if it gives the same results, by default bitwise, by trying it.
 
 A trial compares a candidate with the original on the tensors of one step and on random tensors of the same layout, in
 their dtype and in float32, which shows differences that rounding to 16 bits would hide. If one bit differs, the
@@ -65,12 +65,13 @@ class Chooser:
         *,
         inputs: Callable[[], Sequence[Tensor]] | None = None,
         draws: Callable[..., Iterator[Sequence[Tensor]]] = random_like,
+        is_same: Callable[[Any, Any], bool] | None = None,
     ) -> Function | None:
         """The first candidate that gives the same bits as the original, or `None`.
 
         `key` is what the choice depends on besides the layout of `tensors`, which belong to this call. `inputs` makes
-        the inputs of the functions, if they are not `tensors`, and `draws` further inputs like these. The log calls the
-        original `name`.
+        the inputs of the functions, if they are not `tensors`, and `draws` further inputs like these. `is_same`
+        compares results where the same bits are too much to ask. The log calls the original `name`.
         """
         device = tensors[0].device
         are_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
@@ -87,7 +88,8 @@ class Chooser:
                 first = tensors if inputs is None else inputs()
                 chosen = None
                 for description, candidate in candidates.items():
-                    reason = _why_not(candidate, original, itertools.chain((first,), draws(*first)))
+                    trials = itertools.chain((first,), draws(*first))
+                    reason = _why_not(candidate, original, trials, is_same or _is_same)
                     if reason is None:
                         self._say(f"captured steps run {what} as {description}.")
                         chosen = candidate
@@ -108,12 +110,17 @@ def _layout_of(tensor: Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNMENT
 
 
-def _why_not(candidate: Function, original: Function, trials: Iterable[Sequence[Tensor]]) -> str | None:
+def _why_not(
+    candidate: Function,
+    original: Function,
+    trials: Iterable[Sequence[Tensor]],
+    is_same: Callable[[Any, Any], bool],
+) -> str | None:
     """Why a candidate cannot replace the original, or `None` if it can."""
     for inputs in trials:
         try:
-            if not _is_same(candidate(*inputs), original(*inputs)):
-                return "its bits differ."
+            if not is_same(candidate(*inputs), original(*inputs)):
+                return "its bits differ." if is_same is _is_same else "its results differ."
         except Exception as error:  # a shape or dtype that the kernel refuses, or that the model's code does not expect
             return f"{type(error).__name__}: {error}"
     return None

@@ -12,9 +12,10 @@ of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
 
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
 kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. So does `packed_linear`, a
-linear layer with torchao's tile-packed int4 weights, which only `packed_linear.py` calls. `prefetch` loads weights into
-a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls it. `split_plan` is explained in
-`planning.py`.
+linear layer with torchao's tile-packed int4 weights, which only `packed_linear.py` calls. `conv_step` and `delta_step`
+are one token of layers with states (`spec/state_steps.py`). Only `graphs/state_steps.py` calls them. `prefetch` loads
+weights into a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls it. `split_plan` is explained
+in `planning.py`.
 
 Kernels check everything that could corrupt memory (csrc/args.cpp). The checks here are few: sizes, dtypes and devices
 for the reference, so that PyTorch does not broadcast over a mistake, and what the fakes read.
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as torch_ops
-from ..spec import reference
+from ..spec import reference, state_steps
 from ..spec.formats import BLOCK_SIZE, KVFormat
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
@@ -73,11 +74,17 @@ DEQUANTIZE_SCHEMA = (
     f"SymInt num_tokens, int num_seen, int dtype, {_KINDS}) -> (Tensor key, Tensor value)"
 )
 FUSED_SCHEMAS = (
-    "rms_norm(Tensor x, Tensor weight, Tensor? mean, float eps) -> Tensor",
-    "add_rms_norm(Tensor x, Tensor other, Tensor weight, float eps) -> (Tensor total, Tensor normed)",
+    "rms_norm(Tensor x, Tensor weight, Tensor? mean, float eps, bool is_zero_centered=False, Tensor? gate=None) -> "
+    "Tensor",
+    "add_rms_norm(Tensor x, Tensor other, Tensor weight, float eps, bool is_zero_centered=False) -> "
+    "(Tensor total, Tensor normed)",
     "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query, Tensor key)",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
     "packed_linear(Tensor x, Tensor codes, Tensor scale_and_zero, int group_size) -> Tensor",
+    "conv_step(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, bool has_silu, Tensor? read_slots, "
+    "Tensor? write_slots) -> Tensor",
+    "delta_step(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor state, Tensor(a!) target, "
+    "bool normalizes, Tensor? read_slots, Tensor? write_slots) -> Tensor",
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
 SPLIT_PLAN_SCHEMA = "split_plan(Tensor lengths, Tensor? starts, int num_slots, int min_tokens) -> Tensor"
@@ -576,6 +583,10 @@ def _packed_linear_fake(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_
     return x.new_empty((len(x), scale_and_zero.shape[1]))
 
 
+def _delta_step_fake(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Tensor:
+    return query.new_empty(value.shape)
+
+
 def _prefetch_fake(weight: Tensor, num_bytes: int) -> None:
     pass
 
@@ -639,6 +650,8 @@ for _name, _kernel, _fake in (
     ("rotary", reference.rotary, _fake_like("rotary", "query", "key")),
     ("silu_mul", reference.silu_mul, _fake_like("silu_mul", "gate")),
     ("packed_linear", reference.packed_linear, _packed_linear_fake),
+    ("conv_step", state_steps.conv_step, _fake_like("conv_step", "x")),
+    ("delta_step", state_steps.delta_step, _delta_step_fake),
     ("prefetch", _prefetch, _prefetch_fake),
     ("split_plan", split_plan_reference, _split_plan_fake),
 ):

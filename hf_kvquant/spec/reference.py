@@ -741,14 +741,23 @@ def _check_shape(where: str, name: str, x: Tensor, wanted: str, sizes: Sequence[
         raise ValueError(f"{where}: `{name}` must be {wanted}, got {list(x.shape)}.")
 
 
-def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm with the same roundings as Llama's.
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    eps: float,
+    is_zero_centered: bool = False,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm with the same roundings as Llama's, or as Gemma's.
 
     Args:
         x: `[..., channels]`.
         weight: `[channels]`, dtype of `x`.
         mean: `[..., 1]` float32: mean of the squares of each row. `None` computes it, in the order of `torch.mean`.
         eps: Added to the mean.
+        is_zero_centered: Whether `1 + weight` multiplies, as Gemma does and Qwen3-Next: only the product is rounded.
+        gate: Like `x`; its SiLU multiplies the result, once that is rounded. `None` for nothing.
 
     Returns:
         Like `x`, new memory.
@@ -756,7 +765,7 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
     Raises:
         ValueError: A shape does not fit.
     """
-    _check_dense("rms_norm", x=x, weight=weight)
+    _check_dense("rms_norm", x=x, weight=weight, **({} if gate is None else {"gate": gate}))
     rows = [*x.shape[:-1], 1]
     _check_shape(
         "rms_norm", "weight", weight, f"{list(x.shape[-1:])} like the channels of `x`", x.shape[-1:] or (None,)
@@ -768,15 +777,22 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
         )
     wide = x.float()
     mean = wide.pow(2).mean(-1, keepdim=True) if mean is None else mean
-    return weight * (wide * torch.rsqrt(mean + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(mean + eps)
+    scaled = (normed * (1.0 + weight.float())).to(x.dtype) if is_zero_centered else weight * normed.to(x.dtype)
+    if gate is None:
+        return scaled
+    _check_shape("rms_norm", "gate", gate, f"{list(x.shape)} like `x`", x.shape)
+    return (scaled * torch.nn.functional.silu(gate.float())).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, other: Tensor, weight: Tensor, eps: float, is_zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
     """The sum of two tensors of equal shape, rounded to their dtype, and the RMSNorm of that sum. New memory."""
     _check_dense("add_rms_norm", x=x, other=other)
     _check_shape("add_rms_norm", "other", other, f"{list(x.shape)} like `x`", x.shape)
     total = x + other
-    return total, rms_norm(total, weight, None, eps)
+    return total, rms_norm(total, weight, None, eps, is_zero_centered)
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
-// The fused ops between the linear layers of a decode step, one launch each: RMSNorm, with the addition before it if
-// there is one, rotary embedding, silu(gate) · up. Every rounding matches the separate PyTorch kernels that these
+// The fused ops between the linear layers of a decode step, one launch each: RMSNorm, with the addition before it or the
+// gate after it if there is one, rotary embedding, silu(gate) · up. Every rounding matches the separate PyTorch kernels that these
 // replace, so that a captured step chooses the same tokens as an uncaptured one.
 //
 // Products and sums are intrinsics, since the compiler would contract them. That leaves the order in which a row is
@@ -57,6 +57,8 @@ template <Dtype kDtype>
 __device__ __forceinline__ float rounded(float x) {
   return widened<kDtype>(narrowed<kDtype>(x));
 }
+
+__device__ __forceinline__ float silu(float x) { return x / (1.f + expf(-x)); }
 
 template <Dtype kDtype>
 struct alignas(kFusedVector * sizeof(Element<kDtype>)) Vector {
@@ -176,10 +178,14 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   for_all<kPerThread>([&](int k) {
     const int v = t + k * num_threads;
-    Vector<kDtype> out;
+    Vector<kDtype> out, gate{};
+    if (params.gate != nullptr && v < num_vectors) gate = static_cast<const Vector<kDtype>*>(params.gate)[first + v];
     for_all<kFusedVector>([&](int i) {
-      const float normed = rounded<kDtype>(__fmul_rn(x[k][i], inverse));
-      out.elements[i] = narrowed<kDtype>(__fmul_rn(weight[k][i], normed));
+      const float normed = __fmul_rn(x[k][i], inverse);
+      float scaled = params.is_zero_centered ? __fmul_rn(normed, __fadd_rn(1.f, weight[k][i]))
+                                             : __fmul_rn(weight[k][i], rounded<kDtype>(normed));
+      if (params.gate != nullptr) scaled = __fmul_rn(rounded<kDtype>(scaled), silu(gate[i]));
+      out.elements[i] = narrowed<kDtype>(scaled);
     });
     if (v < num_vectors) {
       static_cast<Vector<kDtype>*>(params.out)[first + v] = out;
@@ -232,8 +238,7 @@ __global__ void __launch_bounds__(kElementwiseThreads) multiply_by_silu(const __
   const auto up = static_cast<const Vector<kDtype>*>(params.up)[v];
   Vector<kDtype> out;
   for_all<kFusedVector>([&](int i) {
-    const float x = gate[i];
-    out.elements[i] = narrowed<kDtype>(__fmul_rn(rounded<kDtype>(x / (1.f + expf(-x))), up[i]));
+    out.elements[i] = narrowed<kDtype>(__fmul_rn(rounded<kDtype>(silu(gate[i])), up[i]));
   });
   static_cast<Vector<kDtype>*>(params.out)[v] = out;
 }

@@ -1,0 +1,151 @@
+"""One token of layers that keep a state instead of keys and values: what the kernels for it compute, in PyTorch.
+
+A state lies in a slot: `[slots, …]` are the states of all. `read_slots` and `write_slots` say which slot each sequence
+of a batch reads and writes, `[batch]` int64 each. Without them, sequence b has slot b. Several sequences may write the
+same slot only if nobody reads it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_EPS = 1e-6  # of vectors in the gated delta rule
+MAX_CONV_WIDTH = 8
+
+
+def conv_step(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    has_silu: bool,
+    read_slots: Tensor | None,
+    write_slots: Tensor | None,
+) -> Tensor:
+    """One token of a causal convolution along each channel, and its SiLU. The state takes the token in.
+
+    Args:
+        x: `[batch, channels, 1]`: the new inputs.
+        state: `[slots, channels, state_len]`: the newest inputs, oldest first. Changed in place.
+        weight: `[channels, width]`, with `width - 1 <= state_len`. Sums are rounded to its dtype.
+        bias: `[channels]`; `None` for none.
+        has_silu: Whether SiLU follows.
+        read_slots: See the module.
+        write_slots: Likewise.
+
+    Returns:
+        Like `x`, new memory.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
+    batch, channels = _sizes("conv_step", "x", x, (None, None, 1))[:2]
+    (width,) = _sizes("conv_step", "weight", weight, (channels, None))[1:]
+    state_len = _sizes("conv_step", "state", state, (None, channels, None))[2]
+    if not max(width - 1, 1) <= state_len <= MAX_CONV_WIDTH:
+        raise ValueError(
+            f"conv_step: `state` must have from {max(width - 1, 1)} to {MAX_CONV_WIDTH} inputs of each channel, got "
+            f"{list(state.shape)}."
+        )
+    seen = torch.cat((_read("conv_step", state, batch, read_slots, write_slots), x.to(state.dtype)), dim=-1)
+    seen = seen.to(weight.dtype)
+    _write(state, seen[:, :, -state_len:], write_slots)
+    out = F.conv1d(seen, weight.unsqueeze(1), bias, groups=channels)[:, :, -1:]
+    return (F.silu(out) if has_silu else out).to(x.dtype).contiguous()
+
+
+def delta_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    target: Tensor,
+    normalizes: bool,
+    read_slots: Tensor | None,
+    write_slots: Tensor | None,
+) -> Tensor:
+    """One token of the gated delta rule (Yang et al. 2024, arXiv:2412.06464), in float32.
+
+    For each head, with S its matrix: S = exp(g) S, S += k (beta (v - Sᵀk))ᵀ, and Sᵀq / √key_dim is the result.
+
+    Args:
+        query: `[batch, 1, num_k_heads, key_dim]`.
+        key: Like `query`. Each of its heads serves equally many heads of values, in order.
+        value: `[batch, 1, num_heads, value_dim]`.
+        g: `[batch, 1, num_heads]`: logarithms of decays.
+        beta: Like `g`.
+        state: `[slots, num_heads, key_dim, value_dim]` float32.
+        target: Like `state`: takes the new states. May be `state` itself.
+        normalizes: Whether queries and keys are first divided by the root of their sum of squares, plus `NORM_EPS`.
+        read_slots: See the module: of `state`.
+        write_slots: Likewise, of `target`.
+
+    Returns:
+        `[batch, 1, num_heads, value_dim]`, dtype of `query`.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    batch, _, k_heads, key_dim = _sizes("delta_step", "query", query, (None, 1, None, None))
+    _sizes("delta_step", "key", key, (batch, 1, k_heads, key_dim))
+    _, _, heads, value_dim = _sizes("delta_step", "value", value, (batch, 1, None, None))
+    if k_heads == 0 or heads % k_heads:
+        raise ValueError(f"delta_step: `value` must have a multiple of {k_heads} heads, those of `key`, got {heads}.")
+    for name, x in (("g", g), ("beta", beta)):
+        _sizes("delta_step", name, x, (batch, 1, heads))
+    for name, x in (("state", state), ("target", target)):
+        _sizes("delta_step", name, x, (None, heads, key_dim, value_dim))
+        if x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"delta_step: `{name}` must be float32, got {x.dtype}.")
+    if len(target) != len(state):
+        raise ValueError(f"delta_step: `target` must have {len(state)} slots like `state`, got {len(target)}.")
+    held = _read("delta_step", state, batch, read_slots, write_slots)
+    wide_query, wide_key = (x[:, 0].to(state.dtype).repeat_interleave(heads // k_heads, 1) for x in (query, key))
+    if normalizes:
+        wide_query, wide_key = (x * (x.square().sum(-1, True) + NORM_EPS).rsqrt() for x in (wide_query, wide_key))
+    held = held * g[:, 0].to(state.dtype).exp()[..., None, None]
+    recalled = (held * wide_key.unsqueeze(-1)).sum(-2)
+    change = (value[:, 0].to(state.dtype) - recalled) * beta[:, 0].to(state.dtype).unsqueeze(-1)
+    held = held + wide_key.unsqueeze(-1) * change.unsqueeze(-2)
+    _write(target, held, write_slots)
+    out: Tensor = (held * (wide_query / key_dim**0.5).unsqueeze(-1)).sum(-2)
+    return out.to(query.dtype).unsqueeze(1)
+
+
+def _sizes(where: str, name: str, x: Tensor, sizes: tuple[int | None, ...]) -> tuple[int, ...]:
+    """The sizes of a tensor, which must be these; `None` stands for any."""
+    if x.ndim != len(sizes) or any(size not in (None, found) for size, found in zip(sizes, x.shape, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise ValueError(f"{where}: `{name}` must be [{wanted}], got {list(x.shape)}.")
+    return tuple(x.shape)
+
+
+def _read(where: str, state: Tensor, batch: int, read_slots: Tensor | None, write_slots: Tensor | None) -> Tensor:
+    """The states of a batch, `[batch, …]`."""
+    if (read_slots is None) != (write_slots is None):
+        raise ValueError(f"{where}: `read_slots` and `write_slots` must both be given or both be None, got one.")
+    if read_slots is None or write_slots is None:
+        if len(state) != batch:
+            raise ValueError(
+                f"{where}: `state` must have {batch} sequences like the tokens without slots, got {len(state)}."
+            )
+        return state
+    for name, slots in (("read_slots", read_slots), ("write_slots", write_slots)):
+        if list(slots.shape) != [batch] or slots.dtype != torch.int64:
+            raise ValueError(
+                f"{where}: `{name}` must be [{batch}] torch.int64, got {list(slots.shape)} {slots.dtype}. One slot for "
+                "each sequence."
+            )
+    return state.index_select(0, read_slots)
+
+
+def _write(state: Tensor, new: Tensor, slots: Tensor | None) -> None:
+    new = new.to(state.dtype)
+    if slots is None:
+        state.copy_(new)
+    else:
+        state.index_copy_(0, slots, new)
