@@ -746,7 +746,7 @@ ConvStepParams conv_step_params(const Tensor& x, const Tensor& state, const Tens
   constexpr const char* kWhere = "conv_step";
   ConvStepParams params{};
   params.batch = step_batch(kWhere, "x", x);
-  check({kWhere, "x"}, x, x, std::nullopt, {params.batch, kAny, 1}, " One token of each sequence.");
+  check({kWhere, "x"}, x, x, std::nullopt, {kAny, kAny, 1}, " One token of each sequence.");
   const int64_t channels = x.size(1);
   check({kWhere, "weight"}, weight, x, std::nullopt, {channels, kAny}, " One row for each channel.");
   const int64_t width = weight.size(1);
@@ -791,7 +791,7 @@ DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const 
     if (has_channels) check_rows(subject, x);
     return Dense{x.const_data_ptr(), dense_dtype(subject, x), x.stride(0), x.stride(2), 0};
   };
-  params.query = rows("query", query, {batch, 1, kAny, kAny});
+  params.query = rows("query", query, {kAny, 1, kAny, kAny});
   const int64_t k_heads = query.size(2), key_dim = query.size(3);
   params.key = rows("key", key, {batch, 1, k_heads, key_dim});
   params.value = rows("value", value, {batch, 1, kAny, kAny});
