@@ -30,8 +30,8 @@ step_table = Table(
 caption = Text(
     "A step of `generate` with the shape of Qwen3.5-4B, 24 of 32 layers with a state alone, random weights in "
     "bfloat16. Of transformers, the median and the fastest and slowest tenth: its attention is cuDNN's, which makes a "
-    "plan for each new number of tokens. Our steps are captured; *as fast*: those with `int8`, in the same run. The two "
-    "lower ones are from before states had kernels of ours. transformers "
+    "plan for each new number of tokens. Our steps are captured; *as fast*: those with `int8`, in the same run. The "
+    "lower two are from before states had kernels of ours. transformers "
     "{newest.transformers}, {newest.gpu}, torch {newest.torch}, {newest.date:day} ({paths}).",
     newest=newest_of,
     paths=paths_of,
