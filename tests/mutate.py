@@ -246,6 +246,12 @@ MUTATIONS = [
     *of(
         "hf_kvquant/batching/state_layers.py",
         (
+            "group.q_len == 1 and group.has_past and takes_slots",
+            "group.q_len == 1 and takes_slots",
+            "the first token of a request reads the state of whoever had its slot",
+            "state_steps",
+        ),
+        (
             "if any(torch.equal(outs[0], out) for out in outs[1:]):",
             "if False:",
             "a model that forgets its state between chunks is served",
@@ -1340,6 +1346,33 @@ MUTATIONS = [
             "if last.total is not x:",
             "a norm gets what was computed before its input was changed",
             "fusion",
+        ),
+    ),
+    *of(
+        "hf_kvquant/graphs/state_steps.py",
+        (
+            "if threading.get_ident() == thread and is_known and hidden_states.shape[-1] == 1:",
+            "if is_known and hidden_states.shape[-1] == 1:",
+            "another thread's convolution takes part in this one's trials",
+            "state_steps",
+        ),
+        (
+            "not kwargs.keys() & _OTHER_OPTIONS",
+            "True",
+            "the kernel ignores an option of the delta rule",
+            "state_steps",
+        ),
+        (
+            "    slots.store(new)\n",
+            "",
+            "states that the model's own function computed are lost",
+            "state_steps",
+        ),
+        (
+            "unit * largest",
+            "100 * unit * largest",
+            "a function that computes something else is replaced",
+            "state_steps",
         ),
     ),
     *of(
