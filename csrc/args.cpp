@@ -268,14 +268,22 @@ Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& pl
     side.zero = next_scale(&side.zero_stride_b, &side.zero_stride_h, &side.zero_stride_g, &side.zero_stride_t);
   }
   if (is_tailed) {
-    side.tail = next(std::nullopt, {batch, heads, sinks + side.ring, side.head_dim}, true,
+    const int64_t tails = is_paged ? params.num_tails : batch;
+    side.tail = next(std::nullopt, {tails, heads, sinks + side.ring, side.head_dim}, true,
                      {&side.tail_stride_b, &side.tail_stride_h, &side.tail_stride_t});
     side.tail_dtype = dense_dtype({args.where, name, "tail"}, planes.back());
   }
   return side;
 }
 
-// Turns planes of sequences into planes of pages.
+// The first axis of the tail planes, those of keys if they have one; 1 if `side` will refuse that plane.
+int64_t count_tails(const CacheArgs& args, const LayoutFields& layout, const CacheParams& params) {
+  const std::vector<Tensor>& planes = has_tail(layout.key, params) ? args.key_planes : args.value_planes;
+  const bool is_sound = !planes.empty() && planes.back().defined() && planes.back().dim() == 4;
+  return is_sound ? planes.back().size(0) : 1;
+}
+
+// Turns planes of sequences into planes of pages, and of slots for tails.
 void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& params) {
   const Subject subject{args.where, "page_table"};
   const auto has = [&layout](Granularity granularity) {
@@ -294,7 +302,11 @@ void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& p
             " columns of tails for this layout, got ", shape_of(table), ".");
   const auto* const pages = static_cast<const int32_t*>(table.const_data_ptr());
   params.page_table = pages + num_columns;
-  params.tail_pages = num_columns > 0 ? pages : nullptr;
+  params.tail_columns = num_columns > 0 ? pages : nullptr;
+  if (num_columns > 0) {
+    params.num_tails = to_int(args.where, "page_table", count_tails(args, layout, params));
+    KVQ_CHECK(params.num_tails > 0, subject, "be None for tail planes without slots, got a tensor.");
+  }
   params.page_table_stride = to_int(args.where, "page_table", table.stride(0));
   params.batch = to_int(args.where, "batch", table.size(0));
   params.capacity = to_int(args.where, "capacity", (table.size(1) - num_columns) * params.page_rows);
@@ -349,9 +361,10 @@ void check_memory(const CacheArgs& args, const Tensor* query, const AppendParams
     memories[count++] = {{args.where, name, part}, memory};
   };
   const auto add_planes = [&](const char* name, const std::vector<Tensor>& planes, const Side& side) {
-    // The tails of a sequence have a page of their own, so as planes of all pages they lie over the other planes.
-    const bool has_tail_pages = params.tail_pages != nullptr && side.tail != nullptr;
-    for (size_t i = 0; i + has_tail_pages < planes.size(); ++i) {
+    // Slots of tails may come from the memory that pages come from. Bytes are in use as one or the other, but a plane
+    // of all slots lies over planes of all pages.
+    const bool has_tail_slots = params.tail_columns != nullptr && side.tail != nullptr;
+    for (size_t i = 0; i + has_tail_slots < planes.size(); ++i) {
       add(name, part_of(side, i), planes[i].const_data_ptr());
       KVQ_CHECK(!has_overlap(planes[i]), memories[count - 1].first,
                 "have memory of its own for each element, got strides that share it. Call .clone().");
@@ -565,10 +578,10 @@ void check_numbers(const char* where, const CacheParams& params) {
     KVQ_CHECK(params.starts == nullptr || params.starts[b] >= 0, Subject{where, "starts"}, "not be negative, got ",
               params.starts[b], " for sequence ", b, ".");
     if (params.page_table == nullptr) continue;
-    const int tail_page = tail_slot_of(params, b);
-    KVQ_CHECK(params.tail_pages == nullptr || length == 0 || (tail_page >= 0 && tail_page < params.num_pages),
-              Subject{where, "page_table"}, "begin with a page from 0 to ", params.num_pages - 1, " for the tail, got ",
-              tail_page, " for sequence ", b, ".");
+    const int slot = tail_slot_of(params, b);
+    KVQ_CHECK(params.tail_columns == nullptr || length == 0 || (slot >= 0 && slot < params.num_tails),
+              Subject{where, "page_table"}, "begin with a slot from 0 to ", params.num_tails - 1, " for the tail, got ",
+              slot, " for sequence ", b, ". Give every sequence a slot of the tail planes.");
     const int tail_from = tail_from_of(params, b), most = length - params.q_len;
     KVQ_CHECK(length == 0 || (tail_from >= 0 && tail_from <= most && tail_from % kBlockSize == 0),
               Subject{where, "page_table"}, "have a multiple of ", kBlockSize, " from 0 to ", most,

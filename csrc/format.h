@@ -17,11 +17,11 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 18;
+constexpr int kOpsVersion = 19;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kTailAlignment = 32;   // rows of a tail for newest tokens, with has_channel_scales, are multiples of this
-constexpr int kTailColumns = 2;      // of a page table, before its pages; see reference.TailPages
+constexpr int kTailColumns = 2;      // of a page table, before its pages; see reference.Tails
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
 constexpr int kMaxCudaHeadDim = 256;  // above it, ops/kernels.py chooses the reference
 constexpr int kMaxCudaAppended = 512;  // channels of rows that kernels append, for latents
@@ -123,7 +123,7 @@ struct Side {
   int64_t tail_stride_b, tail_stride_h, tail_stride_t;  // in elements
 };
 
-// The first of the newest tokens that attention reads from the tail. `tail_from` as in reference.TailPages.
+// The first of the newest tokens that attention reads from the tail. `tail_from` as in reference.Tails.
 KVQ_ON_DEVICE inline int tail_begin(const Side& side, int length, int residual_length, int tail_from) {
   const int newest = length > residual_length ? length - residual_length : 0;
   const int begin = side.has_channel_scales ? newest / kBlockSize * kBlockSize : newest;
@@ -197,9 +197,10 @@ struct CacheParams {
   const int32_t* page_table;
   int page_table_stride;     // from one sequence to the next
   int page_rows, num_pages;  // page_rows is a multiple of kBlockSize
-  // [batch, 2], strides of the page table: the columns of reference.TailPages; nullptr: sequence b has tail b, from its
-  // first token on.
-  const int32_t* tail_pages;
+  // [batch, 2], strides of the page table: the columns of reference.Tails; nullptr: sequence b has tail b, from its
+  // first token on. With it, the first axis of the tail planes counts slots, not pages.
+  const int32_t* tail_columns;
+  int num_tails;
 };
 
 // Where a token is in the planes: the index of their first axis, and the row.
@@ -216,12 +217,13 @@ inline Place place_of(const CacheParams& params, int b, int token) {
 
 // The index of a sequence's tail in the first axis of a tail plane.
 inline int tail_slot_of(const CacheParams& params, int b) {
-  return params.tail_pages == nullptr ? b : params.tail_pages[static_cast<int64_t>(b) * params.page_table_stride];
+  return params.tail_columns == nullptr ? b : params.tail_columns[static_cast<int64_t>(b) * params.page_table_stride];
 }
 
 // The first token that this tail may have.
 inline int tail_from_of(const CacheParams& params, int b) {
-  return params.tail_pages == nullptr ? 0 : params.tail_pages[static_cast<int64_t>(b) * params.page_table_stride + 1];
+  if (params.tail_columns == nullptr) return 0;
+  return params.tail_columns[static_cast<int64_t>(b) * params.page_table_stride + 1];
 }
 
 // New tokens of one layer, written at positions lengths - q_len ... lengths - 1. `starts` is used for tails only.

@@ -63,7 +63,7 @@ from hf_kvquant_evals.provenance import card, gpu_card
 UNPATCHED = {"transformers": "sdpa", "flash": "flash_attention_2"}
 SYSTEMS = [*UNPATCHED, *PRESETS]
 DEFAULT_SYSTEMS = [*UNPATCHED, "int8", "int4"]
-PAGE_SIZE = 256  # by default; presets with dense tokens may need more
+PAGE_SIZE = 256  # by default
 # What results must share with those that they are added to. Commits may differ: each row names its own.
 RESUMED = (*(key for key in SHARED if key not in ("commit", "is_dirty")), "page_size")
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8

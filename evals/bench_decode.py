@@ -76,11 +76,11 @@ from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.pages import PageLayout
 from hf_kvquant.spec.planes import Planes
+from hf_kvquant.spec.tails import TailLayout
 from hf_kvquant_evals.provenance import card, describe_error, gpu_card, gpu_state
 
 REPLAYS = 40
 PAGE_SIZE = 256  # tokens, as transformers has it by default
-MOST_TOKENS = 1 << 20  # a page with room for any dense windows
 QUICK_REPLAYS = 12
 DEFAULT_PRESETS = ["int8", "int4", "int4-channel", "int4-token", "int4-g32", "k8v4", "fp8"]
 QUICK_PRESETS = ["int8", "int4"]
@@ -123,8 +123,8 @@ class PagedSets:
 
     Attributes:
         layout: Of keys and values.
-        sets: Planes of keys and of values over all pages of a set.
-        table: `[batch, columns]` int32, of all sets: the pages lie in memory in random order.
+        sets: Planes of keys and of values over all pages and slots of a set.
+        table: `[batch, columns]` int32, of all sets: pages and slots lie in memory in random order.
     """
 
     layout: KVLayout
@@ -134,30 +134,35 @@ class PagedSets:
     @classmethod
     def random(cls, shape: Shape, layout: KVLayout, num_sets: int) -> PagedSets:
         """With the contents that `random_planes` describes."""
-        of_layer = layout, shape.num_kv_heads, (shape.head_dim, shape.head_dim), DTYPE
-        page = PageLayout(*of_layer, max(PAGE_SIZE, PageLayout(*of_layer, MOST_TOKENS).least_tokens))
-        num_pages = -(-shape.capacity // page.num_tokens) + page.has_tail
-        num_bytes = shape.batch * num_pages * page.num_bytes
-        memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_sets)]
-        sets = [page.planes(memory, 0, page.num_bytes) for memory in memories]
+        page = PageLayout(layout, shape.num_kv_heads, (shape.head_dim, shape.head_dim), DTYPE, PAGE_SIZE)
+        num_pages, tails = -(-shape.capacity // page.num_tokens), TailLayout.of({0: page})
+
+        def memory(num_bytes: int) -> Tensor:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
+
+        sets = []
+        for _ in range(num_sets):
+            sides = page.planes(memory(shape.batch * num_pages * page.num_bytes), 0, page.num_bytes)
+            slots: tuple[Tensor | None, Tensor | None] = None, None
+            if tails is not None:
+                slots = tails.planes(memory(shape.batch * tails.num_bytes), tails.num_bytes)[0]
+            key, value = (
+                filled(dataclasses.replace(planes, tail=tail), kv_format)
+                for planes, tail, kv_format in zip(sides, slots, layout.formats, strict=True)
+            )
+            sets.append((key, value))
         table = torch.randperm(shape.batch * num_pages, device=DEVICE).view(shape.batch, num_pages).int()
-        tail_pages = table[:, 0]
-        if page.has_tail:
-            table = torch.cat((table[:, :1], torch.zeros_like(table[:, :1]), table[:, 1:]), dim=1)
-        for sides in sets:
-            for planes, kv_format in zip(sides, layout.formats, strict=True):
-                filled(dataclasses.replace(planes, tail=None), kv_format)
-            for tail in (planes.tail for planes in sides):  # last, on pages whose other planes nobody reads
-                if tail is not None:
-                    tail[tail_pages.long()] = torch.randn_like(tail[: shape.batch])
+        if tails is not None:
+            first = torch.randperm(shape.batch, device=DEVICE).int()
+            table = torch.cat((first[:, None], torch.zeros_like(first[:, None]), table), dim=1)
         return cls(layout, sets, table)
 
     def gathered(self) -> tuple[Planes, Planes]:
         """A copy of the first set, side by side as the reference takes it."""
         tails, token_pages = reference.split_tails(self.table, self.layout.has_tail)
-        tail_pages = None if tails is None else tails.page
+        slots = None if tails is None else tails.slot
         key, value = (
-            reference.gather_pages(planes, token_pages, tail_pages, kv_format.block_size)
+            reference.gather_pages(planes, token_pages, slots, kv_format.block_size)
             for planes, kv_format in zip(self.sets[0], self.layout.formats, strict=True)
         )
         return key, value

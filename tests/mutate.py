@@ -144,16 +144,61 @@ MUTATIONS = [
     *of(
         "hf_kvquant/spec/pages.py",
         (
-            "begin = -(-part.end // PART_ALIGNMENT) * PART_ALIGNMENT",
-            "begin = part.begin + PART_ALIGNMENT",
+            "begin = aligned(parts[-1].end)",
+            "begin = parts[-1].begin + PART_ALIGNMENT",
             "the planes of a page overlap",
             "batching_pages",
         ),
         (
-            "(begin + part.begin) // size",
-            "part.begin // size",
+            "(first + self.begin) // size",
+            "self.begin // size",
             "all layers write into the pages of the first",
             "batching_pages batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/spec/tails.py",
+        (
+            "begin = aligned(found[-1].end)",
+            "begin = found[-1].end",
+            "a tail begins at bytes that kernels cannot load at once",
+            "batching_pages",
+        ),
+        (
+            "(begin, begin + sinks * row_bytes)",
+            "(begin, begin + row_bytes)",
+            "who takes over a page has its first sink alone",
+            "batching_pages",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/tails.py",
+        (
+            "past_length, query_length)\n        self._give_sinks(request_id)",
+            "past_length, query_length)",
+            "who gets its slot after its pages has no sinks",
+            "batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/slots.py",
+        (
+            "least = max(1, -(-max(tail, state) // bytes_per_block))",
+            "least = max(1, max(tail, state) // bytes_per_block)",
+            "what a request keeps runs into the next sector",
+            "batching_pages",
+        ),
+        (
+            "next(n for n in range(sector // size, 0, -1) if units % n == 0)",
+            "(sector // size)",
+            "slots do not divide a sector",
+            "batching_pages",
+        ),
+        (
+            ">= _WORTH * (tail + state)",
+            "> 0",
+            "sectors are large for little",
+            "batching_pages",
         ),
     ),
     *of(
@@ -195,18 +240,6 @@ MUTATIONS = [
             "write_slots, state.to(plane.dtype))",
             "read_slots, state.to(plane.dtype))",
             "padding writes the state that padding reads",
-            "batching_states",
-        ),
-        (
-            "size = -(-self.num_bytes // bytes_per_block) * bytes_per_block",
-            "size = self.num_bytes // bytes_per_block * bytes_per_block",
-            "the states of a request run into the next sector",
-            "batching_states",
-        ),
-        (
-            "next(n for n in range(most, 0, -1) if units % n == 0)",
-            "most",
-            "slots do not divide a sector",
             "batching_states",
         ),
     ),
@@ -333,14 +366,14 @@ MUTATIONS = [
             "batching",
         ),
         (
-            "bytes_per_page=max(",
-            "bytes_per_page=min(",
+            "return max(layer.page.num_bytes for layer",
+            "return min(layer.page.num_bytes for layer",
             "larger pages of some layers overlap those of the next",
             "batching",
         ),
         (
-            "noted[0] != pages:",
-            "len(noted[0]) != len(pages):",
+            "noted[1] != pages:",
+            "len(noted[1]) != len(pages):",
             "pages that two requests come to share are read where they no longer are",
             "batching_pages",
         ),
@@ -381,8 +414,8 @@ MUTATIONS = [
             "batching",
         ),
         (
-            "(first in unknown or self.sinks.get(first) is None)",
-            "self.sinks.get(first) is None",
+            "(first in unknown or sinks.get(first) is None)",
+            "sinks.get(first) is None",
             "a page has the sinks of the prompt that it held before",
             "batching",
         ),
@@ -1423,6 +1456,12 @@ MUTATIONS = [
     ),
     *of(
         "csrc/args.cpp",
+        (
+            "slot >= 0 && slot < params.num_tails",
+            "slot >= 0 && slot < params.num_pages",
+            "a slot that is none is read behind the tails",
+            "pages",
+        ),
         (
             "*pages >= 0 && *pages < params.num_pages",
             "*pages < params.num_pages",

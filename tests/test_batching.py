@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import re
 import types
 import weakref
@@ -17,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from waiting import next_result
+from waiting import next_result, until
 
 from hf_kvquant import KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.attention.registry import is_ours
@@ -287,28 +286,28 @@ def test_shared_prefixes_with_dense_tokens(config: dict[str, Any], page: int) ->
     first, second = [*prefix, *text(60, 1)], [*prefix, 20, 21]
     with patched(models.llama(max_position_embeddings=2048), config) as model:
         with managed(model, max_batch_tokens=1500, page_size=page) as manager:
-            allocator, tails = manager.batch_processor.cache.allocator, []
-            give = allocator.sinks.give
+            allocator, tails = manager.batch_processor.cache.allocator, manager.batch_processor.cache.tails
+            slots, give = [], tails.sinks.give
 
-            def noted(sinks: torch.Tensor, tail_block: int) -> None:
-                give(sinks, tail_block)
-                tails.append(tail_block)
+            def noted(sinks: torch.Tensor, slot: int) -> None:
+                give(sinks, slot)
+                slots.append(slot)
 
-            allocator.sinks.give = noted
+            tails.sinks.give = noted
             answered = answers(manager, [first])
-            assert len(allocator.ledger.hash_to_block) == 1 and not tails
+            assert len(allocator.ledger.hash_to_block) == 1 and not slots
             sides = [side.tail for layer in allocator.operands.values() for side in layer._reference[1]]
             held = [side[:, :, :4].clone() for side in sides]
             answered += answers(manager, [second])
-            (tail,) = tails
+            (slot,) = slots
             for side, before in zip(sides, held, strict=True):
-                given = side[tail, :, :4]
+                given = side[slot, :, :4]
                 assert given.any() and bool((before == given).flatten(1).all(1).any()), "a copy of another tail"
             # The sinks of a block may be gone: then it is not found.
-            allocator.sinks._of_block.clear()
+            tails.sinks._of_block.clear()
             answered += answers(manager, [[*second, 22]])
-            assert len(tails) == 1
-            assert not allocator._tail_from and not allocator._sinks_of
+            assert len(slots) == 1
+            assert not allocator._tail_from and not tails._sinks_of
         assert answered[:1] == [alone(model, first)]
         assert answered[1:2] == [alone(model, second, prefill_chunk_size=page)]
         assert answered[2:] == [alone(model, [*second, 22])]
@@ -317,14 +316,14 @@ def test_shared_prefixes_with_dense_tokens(config: dict[str, Any], page: int) ->
 def test_pages_are_shared_when_they_have_codes() -> None:
     config = {"preset": "int4-channel", "residual_length": 28}
     with patched(models.llama(max_position_embeddings=4096), config) as model:
-        with managed(model, page_size=1152) as manager:
+        with managed(model, page_size=1152, num_blocks=16) as manager:
             cache, counted = manager.batch_processor.cache, []
             for held in (1151, 1152, 1179, 1180, 2304 + 27):
                 state = types.SimpleNamespace(current_len=lambda held=held: held)
                 counted.append(cache.count_new_complete_blocks(state, 1).get("full_attention", 0))
             assert counted == [0, 0, 1, 0, 1]
             prompts = [text(2 * 1152 + 10), text(2 * 1152 + 40)]
-            for _ in range(8):
+            for _ in range(cache.num_sectors):
                 cache.pool.allocate_sector(cache.allocator.index)
             for name, prompt in zip("ab", prompts, strict=True):
                 cache.allocator.allocate_cache_to_request(name, 0, len(prompt))
@@ -367,21 +366,31 @@ def test_offloading_keeps_what_a_request_took_over() -> None:
     with patched(long_llama(), config) as model, managed(model, page_size=256) as manager:
         cache = manager.batch_processor.cache
         allocator = cache.allocator
-        for _ in range(8):
-            cache.pool.allocate_sector(allocator.index)
-        allocator.allocate_cache_to_request("a", 0, 256)
-        allocator.acquire_prefix_blocks("b", 256, allocator.block_table["a"][1:])
-        allocator.allocate_cache_to_request("b", 256, 1)
-        assert allocator.pages_of("b")[1] == 256 and allocator.pages_of("a")[1] == 0
-        allocator.free_blocks("b", no_cache=True)
-        allocator.free_blocks("b")  # transformers' scheduler does that, too
-        allocator.allocate_cache_to_request("b", 256 + 1, 1)
-        assert allocator.pages_of("b")[1] == 256
-        allocator.free_blocks("b", no_cache=True)
-        allocator.allocate_cache_to_request("b", 0, 1)
+
+        def allocate(name: str, past_length: int, query_length: int) -> None:
+            state = types.SimpleNamespace(request_id=name, current_len=lambda: past_length)
+            assert cache.can_store_request_tokens(state, query_length)
+
+        allocate("a", 0, 256)
+        allocator.acquire_prefix_blocks("b", 256, allocator.block_table["a"][:])
+        allocate("b", 256, 1)
+        assert allocator.pages_of("b").tolist() == [
+            cache.tails.slot_of("b"), 256, allocator.block_table["a"][0], allocator.block_table["b"][1]
+        ]  # fmt: skip
+        assert allocator.pages_of("a").tolist() == [cache.tails.slot_of("a"), 0, *allocator.block_table["a"]]
+        assert cache.tails.slot_of("a") != cache.tails.slot_of("b")
+        before = allocator.pages_of("b")
+        cache.free_blocks("b", no_cache=True)
+        cache.free_blocks("b")  # transformers' scheduler does that, too
+        allocate("d", 0, 1)  # takes the slot
+        allocate("b", 256 + 1, 1)
+        assert allocator.pages_of("b")[1] == 256 and allocator.pages_of("b")[0] == cache.tails.slot_of("b") != before[0]
+        cache.free_blocks("d")
+        cache.free_blocks("b", no_cache=True)
+        allocate("b", 0, 1)
         assert allocator.pages_of("b")[1] == 0, "it begins anew"
-        allocator.acquire_prefix_blocks("c", 256, allocator.block_table["a"][1:])
-        allocator.free_blocks("c")
+        allocator.acquire_prefix_blocks("c", 256, allocator.block_table["a"][:])
+        cache.free_blocks("c")
         assert not allocator._tail_from and allocator._began.keys() == {"a", "b"}
         cache.free_all_requests()
 
@@ -393,10 +402,10 @@ def test_a_page_has_the_sinks_of_its_own_prompt() -> None:
     with patched(long_llama(), config) as model:
         with managed(model, max_batch_tokens=512, page_size=256, num_blocks=4) as manager:
             cache = manager.batch_processor.cache
-            answered, sinks = [], cache.allocator.sinks
+            answered, sinks = [], cache.tails.sinks
             for prefix in prefixes:
                 whole, stale = [*prefix, *prefix], torch.zeros(len(sinks._words), dtype=torch.int64)
-                sinks._of_block = {block: stale for block in range(len(sinks._blocks))}
+                sinks._of_block = {block: stale for block in range(cache.allocator.num_blocks + 2)}
                 answered += answers(manager, [[*whole, 5, 6]])
                 (block,) = cache.allocator.ledger.block_to_hash
                 assert sinks.get(block) is not stale
@@ -408,31 +417,98 @@ def test_a_page_has_the_sinks_of_its_own_prompt() -> None:
             assert shared == alone(model, [*prefix, *prefix, 7], prefill_chunk_size=256)
 
 
-def test_pages_have_room_for_dense_tokens() -> None:
-    config = {"preset": "k4v2", "sink_length": 4, "residual_length": 128}
-    with patched(models.llama(), config) as model:
-        message = "`num_tokens` must be at least ([0-9]+) for dense windows of 4 and 128 tokens, got 128"
-        with pytest.raises(ValueError, match=message) as raised:
-            model.init_continuous_batching(generation(4), settings())
-        least = int(re.search(message, str(raised.value))[1])  # type: ignore[index]
-        assert batched(model, PROMPTS, page_size=least) == [alone(model, prompt) for prompt in PROMPTS]
-        with pytest.raises(ValueError, match=message.replace("got 128", f"got {least - 128}")):
-            model.init_continuous_batching(generation(4), settings(page_size=least - 128))
+@pytest.mark.parametrize("page", [128, 256])
+@pytest.mark.parametrize("preset", ["int4", "k4v2", "int2"])
+def test_any_page_serves_any_windows(preset: str, page: int) -> None:
+    """Dense tokens take more memory than a page does. Prompts end in the windows and behind them."""
+    prompts = [*PROMPTS, text(150, seed=1), text(300, seed=2)]
+    with patched(models.llama(max_position_embeddings=1024), preset) as model:
+        expected = [alone(model, prompt) for prompt in prompts]
+        with managed(model, max_batch_tokens=512, page_size=page, num_blocks=64) as manager:
+            cache = manager.batch_processor.cache
+            assert cache.allocator.tokens_per_page == page
+            assert cache.tails.layout.num_bytes > cache.allocator.bytes_per_block
+            assert answers(manager, prompts) == expected
 
 
-def test_pages_grow_for_dense_tokens_if_nobody_sets_them(caplog: pytest.LogCaptureFixture) -> None:
-    config = {"preset": "int4-channel", "sink_length": 4, "residual_length": 28}
-    batching = ContinuousBatchingConfig(max_batch_tokens=64, max_memory_percent=0.001)
-    with patched(models.llama(), config) as model, caplog.at_level(logging.INFO, "hf_kvquant"):
-        outputs = model.generate_batch(PROMPTS, generation(4), batching)
-        assert [output.generated_tokens for output in outputs.values()] == [alone(model, each, 4) for each in PROMPTS]
-    assert batching.page_size == 256, "the caller's config stays as it is"
-    (message,) = {record.getMessage() for record in caplog.records if "pages have" in record.getMessage()}
-    assert re.fullmatch(
-        r"init_continuous_batching: pages have \d+ tokens instead of 256, so that one holds the dense windows of a "
-        r"request\.",
-        message,
+def test_tails_share_a_sector() -> None:
+    prompts = [text(9 + seed, seed) for seed in range(4)]
+    with patched(models.llama(), K8V4) as model:
+        expected = [alone(model, prompt, 20) for prompt in prompts]
+        with managed(model, 20, page_size=256, num_blocks=16) as manager:
+            tails, seen = manager.batch_processor.cache.tails, []
+            schedule = manager.batch_processor.scheduler.schedule_batch
+
+            def noted(*args: Any) -> Any:
+                found = schedule(*args)
+                seen.append({slot for slots in tails.block_table.values() for slot in slots})
+                return found
+
+            manager.batch_processor.scheduler.schedule_batch = noted
+            assert answers(manager, prompts) == expected
+            together = max(seen, key=len)
+            assert len(together) == 4, "each has one of its own"
+            assert len({slot // tails.blocks_per_sector for slot in together}) == -(-4 // tails.blocks_per_sector) < 4
+
+
+def test_slots_of_tails_come_back() -> None:
+    """After many requests, some cancelled while they run, and some that wait. What others left does not show."""
+    with patched(models.llama(), "int4-channel") as model:
+        expected = [alone(model, prompt, 4) for prompt in PROMPTS]
+        with managed(model, 4, num_blocks=12) as manager:
+            cache = manager.batch_processor.cache
+            for start in range(0, 40, 20):
+                answers(manager, [text(1 + seed % 9, seed) for seed in range(start, start + 20)])
+            cache.cache_tensor[2 * cache.bytes_per_sector :].fill_(255)
+            assert answers(manager, PROMPTS) == expected
+            names = [manager.add_request(text(5, seed), max_new_tokens=10**6, streaming=True) for seed in range(20)]
+            next_result(manager, names[0])
+            assert cache.tails.block_table.keys() == cache.allocator.block_table.keys() != set()
+            for name in names:
+                manager.cancel_request(name)
+            until(lambda: not manager.batch_processor.has_pending_requests(), manager.is_running)
+            assert cache.tails.block_table == {}
+            check_all_is_free(cache)
+
+
+def test_sinks_come_when_the_request_has_its_slot() -> None:
+    """transformers may ask either allocator first. A request that leaves before it has a slot gets none."""
+    config = {"preset": "int8", "sink_length": 4, "residual_length": 40}
+    with patched(models.llama(), config) as model, managed(model) as manager:
+        tails, pool = manager.batch_processor.cache.tails, manager.batch_processor.cache.pool
+        pool.allocate_sector(tails.index)
+        tails._copy_view[:] = 0
+        kept = torch.arange(len(tails.sinks._words))
+        tails.sinks._of_block[9] = kept
+
+        def sinks_of(name: str) -> torch.Tensor:
+            words: torch.Tensor = tails.sinks._slots[tails.slot_of(name), tails.sinks._words]
+            return words
+
+        tails.take_over("late", 9)
+        tails.allocate_cache_to_request("late", 128, 1)
+        assert torch.equal(sinks_of("late"), kept)
+        tails.allocate_cache_to_request("early", 128, 1)
+        assert not sinks_of("early").any()
+        tails.take_over("early", 9)
+        assert torch.equal(sinks_of("early"), kept)
+        tails.take_over("early", 8)  # no sinks are kept of this one
+        tails.take_over("gone", 9)
+        tails.free_blocks("gone")
+        tails.take_over("ended", 9)
+        assert tails._sinks_of.keys() == {"ended"}
+        tails.free_all_requests()
+        assert tails._sinks_of == {} == tails.block_table
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 4])
+def test_memory_without_room_for_a_tail_is_refused(num_blocks: int) -> None:
+    message = (
+        "continuous batching: `num_blocks` must be at least 8, since the dense tokens of a request take as much memory "
+        f"as 4 of them, got {num_blocks}. Set a larger one, or a larger `page_size`."
     )
+    with patched(models.llama(), "int4-channel") as model, pytest.raises(ValueError, match=re.escape(message)):
+        model.init_continuous_batching(generation(4), settings(num_blocks=num_blocks))
 
 
 @pytest.mark.parametrize("preset", ["int4-token", "int4-channel", K4V2], ids=str)
@@ -443,7 +519,7 @@ def test_forks_go_on_from_the_prompt(preset: Any) -> None:
         outputs = model.generate_batch(
             [prompt, [9, 6, 7]],
             generation(8, num_return_sequences=3, do_sample=True, top_k=1),
-            settings(max_batch_tokens=512),
+            settings(max_batch_tokens=512, num_blocks=24),
             persistent_manager=True,
         )
         check_nothing_leaks(model)
@@ -517,7 +593,7 @@ class Steps:
 @contextlib.contextmanager
 def with_tables(model: Any, num_blocks: int, max_batch_tokens: int = 256) -> Iterator[Any]:
     """A manager whose decode steps read tables of transformers, as captured ones do, on any device."""
-    options = settings(num_blocks=16, max_batch_tokens=max_batch_tokens)
+    options = settings(num_blocks=32, max_batch_tokens=max_batch_tokens)
     manager = model.init_continuous_batching(generation(10), options)
     manager.continuous_batching_config.max_blocks_per_request = num_blocks
     manager.warmup()
@@ -917,27 +993,33 @@ def test_a_kept_manager_serves_no_other_settings() -> None:
             answer(generation(8, num_beams=2))
 
 
-@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 2), ("int4-channel", 3)])
-@pytest.mark.parametrize("tokens", [0, 2 * PAGE + 1])
-def test_a_prompt_that_never_fits_gets_an_error_of_its_own(tokens: int, preset: str, num_blocks: int) -> None:
-    """A tail takes a page of its own."""
+# Pages that are given, and those of them that are not for a tail.
+FEW_PAGES = pytest.mark.parametrize(("preset", "num_blocks", "num_pages"), [("int8", 2, 2), ("int4-channel", 8, 4)])
+
+
+@FEW_PAGES
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_prompt_that_never_fits_gets_an_error_of_its_own(
+    is_empty: bool, preset: str, num_blocks: int, num_pages: int
+) -> None:
+    room = num_pages * PAGE
+    tokens = 0 if is_empty else room + 1
     with patched(long_llama(), preset) as model:
         expected = alone(model, PROMPTS[0])
         with managed(model, num_blocks=num_blocks) as manager:
             manager.start()
             bad, good = manager.add_request(text(tokens)), manager.add_request(PROMPTS[0])
             results = {each.request_id: each for each in (next_result(manager) for _ in range(2))}
-            assert (
-                f"must have from 1 to {2 * PAGE} tokens, as many as all pages hold, got {tokens}." in results[bad].error
-            )
+            assert f"must have from 1 to {room} tokens, as many as all pages hold, got {tokens}." in results[bad].error
             assert results[good].error is None and results[good].generated_tokens == expected
-            assert answers(manager, [text(2 * PAGE - 20)])
+            assert answers(manager, [text(room - 20)])
 
 
-@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 2), ("int4-channel", 3)])
-def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: str, num_blocks: int) -> None:
+@FEW_PAGES
+def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: str, num_blocks: int, num_pages: int) -> None:
     """It has its tokens so far. Another that had to wait for its pages goes on."""
-    prompt = text(2 * PAGE - 20)
+    room = num_pages * PAGE
+    prompt = text(room - 20)
     with patched(long_llama(), preset) as model:
         expected = alone(model, prompt, 21)
         other = alone(model, PROMPTS[0], 30)
@@ -946,7 +1028,7 @@ def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: str, nu
             names = manager.add_request(prompt, max_new_tokens=500), manager.add_request(PROMPTS[0], max_new_tokens=30)
             results = {each.request_id: each for each in (next_result(manager) for _ in names)}
             outgrown, good = (results[name] for name in names)
-            assert f"must end before its tokens fill all pages, got {2 * PAGE} tokens." in outgrown.error
+            assert f"must end before its tokens fill all pages, got {room} tokens." in outgrown.error
             assert outgrown.generated_tokens == expected[: len(outgrown.generated_tokens)]
             assert len(outgrown.generated_tokens) == 21
             assert good.error is None and good.generated_tokens == other

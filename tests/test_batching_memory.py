@@ -36,12 +36,19 @@ def cache_of(model: Any, **batching: Any) -> Any:
 
 def test_a_cpu_gives_what_requests_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 4 * GB)
-    for preset, page_size, tails in (("int8", 128, 0), ("int4", 1152, 1)):  # a page of each request for dense tokens
-        with patched(models.llama(), preset) as model:
-            sizes = {"max_requests_per_batch": 3, "page_size": page_size}
-            pages = -(-model.config.max_position_embeddings // page_size) + tails
-            assert cache_of(model, **sizes).num_blocks == 3 * pages
-            assert cache_of(model, **sizes, num_blocks=2).num_blocks == 2
+    with patched(models.llama(), "int8") as model:
+        sizes = {"max_requests_per_batch": 3}
+        assert cache_of(model, **sizes).num_blocks == 3 * -(-model.config.max_position_embeddings // 128)
+        assert cache_of(model, **sizes, num_blocks=2).num_blocks == 2
+    with patched(models.llama(), "int4") as model:  # each request has a tail, too
+        cache = cache_of(model, **sizes)
+        pages = -(-model.config.max_position_embeddings // 128)
+        of_pages = -(-3 * pages // cache.allocator.blocks_per_sector)
+        of_tails = -(-3 // cache.tails.blocks_per_sector)
+        assert cache.num_sectors == of_pages + of_tails == cache._sectors_of(3, model.config.max_position_embeddings)
+        assert cache.num_sectors * cache.bytes_per_sector >= 3 * (
+            pages * cache.allocator.bytes_per_block + cache.tails.layout.num_bytes
+        )
 
 
 @pytest.mark.skipif(not HAS_STATES, reason="states need transformers 5.24")

@@ -15,12 +15,13 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as theirs
 from transformers.generation.continuous_batching import continuous_api
 
-from hf_kvquant import KVQuantCache, patched
+from hf_kvquant import KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.batching.batch import Request, groups_of
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.pages import PART_ALIGNMENT, PageLayout
+from hf_kvquant.spec.tails import TailLayout
 from hf_kvquant.upstream.releases import HAS_PAGES, with_cache
 
 needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
@@ -31,7 +32,7 @@ FORMATS = [
     KVFormat("int4", "group", 32, symmetric=False),
     KVFormat("fp8", "token"),
 ]
-CHANNEL = PRESETS["int4-channel"][0]
+WHERE: Any = {"dtype": torch.float16, "device": torch.device("cpu")}
 
 
 # --- the bytes of a page ----------------------------------------------------------------------------------------------
@@ -74,35 +75,98 @@ def test_planes_fill_their_pages_and_do_not_overlap(
     assert all(part.begin % PART_ALIGNMENT == 0 for part in page.parts)
 
 
-def test_a_tail_fills_a_page_of_its_own() -> None:
-    """It has no tokens, so its bytes may be those of any plane. Pages are as large as it is at least."""
-    layout = KVLayout(CHANNEL, KVFormat("int4", symmetric=False))
-    # Codes, and scales and zeros of 2 blocks x 64 channels and of 256 tokens; or a tail.
-    held = 2 * (2 * 256 * 32 + 2 * (128 + 256) * 2)
-    for dtype in (torch.bfloat16, torch.float32):
-        page = PageLayout(layout, 2, (64, 64), dtype, 256)
-        assert page.num_bytes == max(held, 2 * 128 * 64 * dtype.itemsize)
-        assert page.has_tail and page.parts[-1].name == "tail" and page.parts[-1].begin == 0
-        key, _ = page.planes(torch.zeros(3 * page.num_bytes, dtype=torch.uint8), 0, page.num_bytes)
-        assert key.tail is not None and key.tail.shape == (3, 2, 128, 64) and key.tail.dtype == dtype
-        assert key.tail.data_ptr() == key.codes.data_ptr() and key.tail.stride(0) * dtype.itemsize == page.num_bytes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("preset", ["int4-channel", "k4v2", "k8v4"])
+def test_a_page_holds_tokens_alone(preset: str, dtype: torch.dtype) -> None:
+    """Whatever is dense besides them."""
+    formats = PRESETS[preset]
+    pages = [PageLayout(KVLayout(*formats, *windows), 8, (128, 128), dtype, 128) for windows in ((0, 0), (4, 128))]
+    assert pages[0].parts == pages[1].parts and pages[0].num_bytes == pages[1].num_bytes
+    assert {part.name for part in pages[1].parts} == {"codes", "scale", "zero"}
+    assert pages[1].layout.has_tail
+    for side in pages[1].planes(torch.zeros(3 * pages[1].num_bytes, dtype=torch.uint8), 0, pages[1].num_bytes):
+        assert side.tail is None
 
 
-@pytest.mark.parametrize(("preset", "least"), [("k4v2", 768), ("int2", 1024)])
-def test_the_page_of_dense_tokens(preset: str, least: int) -> None:
-    """Keys and values of the first 4 and the newest 128 tokens of Llama-3-8B take one page of so many tokens."""
-    layout = KVLayout(*PRESETS[preset], 4, 128)
-    page = PageLayout(layout, 8, (128, 128), torch.bfloat16, least)
-    assert page.has_tail and page.layout.has_windows
-    of_keys, of_values = (part for part in page.parts if part.name == "tail")
-    assert of_keys.shape == of_values.shape == (8, 132, 128)
-    assert (of_keys.begin, of_values.begin) == (0, of_keys.end) and of_values.end <= page.num_bytes
-    assert page.num_bytes == PageLayout(KVLayout(*PRESETS[preset]), 8, (128, 128), torch.bfloat16, least).num_bytes
-    with pytest.raises(ValueError, match=f"`num_tokens` must be at least {least}"):
-        PageLayout(layout, 8, (128, 128), torch.bfloat16, least - 128)
-    keys, values = page.planes(torch.zeros(3 * page.num_bytes, dtype=torch.uint8), 0, page.num_bytes)
-    assert keys.tail is not None and values.tail is not None
-    assert values.tail.data_ptr() - keys.tail.data_ptr() == of_keys.end
+def test_a_slot_holds_the_tails_of_all_layers() -> None:
+    """Each begins at aligned bytes, and none lies over another. Layers may differ, and not all have a tail."""
+    windows = KVLayout(*PRESETS["k4v2"], 4, 40)
+    layouts = {1: windows, 2: KVLayout(*PRESETS["int8"]), 5: KVLayout(*PRESETS["int4-channel"]), 7: windows}
+    pages = {
+        index: PageLayout(layout, heads, (64, 32), torch.float16, 128)
+        for heads, (index, layout) in enumerate(layouts.items(), start=1)
+    }
+    tails = TailLayout.of(pages)
+    assert tails is not None and tails.parts.keys() == {1, 5, 7}
+    assert [part.shape for part in tails.parts[7]] == [(4, 44, 64), (4, 44, 32)]
+    assert [(part.side, part.shape) for part in tails.parts[5]] == [(0, (3, 128, 64))]
+    stride, num_slots = tails.num_bytes + PART_ALIGNMENT, 3
+    memory = torch.zeros(num_slots * stride + PART_ALIGNMENT, dtype=torch.uint8)
+    found = tails.planes(memory, stride)
+    planes = [plane for sides in found.values() for plane in sides if plane is not None]
+    assert found[5][1] is None and len(planes) == 5
+    for index, sides in found.items():
+        whole = layouts[index].allocate((num_slots, pages[index].num_kv_heads, 64, 32), 128, **WHERE)
+        for mine, made in zip(sides, whole, strict=True):
+            assert (mine is None) == (made.tail is None)
+            assert mine is None or (mine.shape, mine.dtype) == (made.tail.shape, made.tail.dtype)  # type: ignore[union-attr]
+    for number, plane in enumerate(planes):
+        assert plane.data_ptr() % PART_ALIGNMENT == memory.data_ptr() % PART_ALIGNMENT
+        assert not plane.any(), "another one lies over it"
+        plane.fill_(number + 1)
+    needed = sum(plane[0].nbytes for plane in planes)
+    assert needed <= tails.num_bytes < needed + PART_ALIGNMENT * len(planes)
+    memory.zero_()
+    for sides in (found[1], found[7]):
+        for plane in sides:
+            assert plane is not None
+            plane[1, :, :4] = 1
+    for begin, end in tails.sink_ranges:
+        held = memory[stride + begin : stride + end].view(torch.float16)
+        assert (held == 1).all()
+        held.zero_()
+    assert not memory.any(), "no other bytes hold sinks"
+    assert TailLayout.of({2: pages[2]}) is None
+
+
+@needs_pages
+def test_the_sector_that_wastes_little() -> None:
+    """Of Llama-3-8B: 32 layers with 8 heads of 128 channels."""
+    from hf_kvquant.batching.slots import sector_of
+
+    found = {}
+    for preset in ("k8v4", "int4", "k4v2", "int2"):
+        config = KVQuantConfig.from_preset(preset).formats(0)
+        layout = KVLayout(config.key, config.value, config.sink_length, config.residual_length)
+        for num_tokens in (128, 256):
+            page = PageLayout(layout, 8, (128, 128), torch.bfloat16, num_tokens)
+            tails, block = TailLayout.of(dict.fromkeys(range(32), page)), 32 * page.num_bytes
+            assert tails is not None
+            sector = sector_of(block, tails.num_bytes)
+            assert sector.num_bytes % block == sector.num_bytes % sector.bytes_per_tail == sector.bytes_per_state == 0
+            assert sector.bytes_per_tail % PART_ALIGNMENT == 0 <= sector.bytes_per_tail - tails.num_bytes
+            found[preset, num_tokens] = sector.num_bytes // block, sector.num_bytes // sector.bytes_per_tail
+    assert found == {
+        ("k8v4", 128): (2, 3), ("k8v4", 256): (1, 3), ("int4", 128): (3, 1), ("int4", 256): (3, 2),
+        ("k4v2", 128): (6, 1), ("k4v2", 256): (3, 1), ("int2", 128): (8, 1), ("int2", 256): (4, 1),
+    }  # fmt: skip
+    assert sector_of(12800) == (12800, 0, 0)
+    # Where a larger sector saves less than a tenth, it stays as it is.
+    assert sector_of(1280, 1152) == (1280, 1280, 0)
+    assert sector_of(12800, 128 * 61) == (3 * 12800, 9600, 0)
+
+
+@needs_pages
+def test_sectors_of_states() -> None:
+    """They are as large as a slot needs; tails beside them divide them, too."""
+    from hf_kvquant.batching.slots import sector_of
+
+    assert sector_of(3 * 4096, state=4096) == (3 * 4096, 0, 4096)
+    assert sector_of(4096 * 7 + 128, state=4096) == (28800, 0, 5760)  # 225 units of 128 bytes: 5 slots of 45
+    assert sector_of(4096, state=4096) == (4096, 0, 4096)
+    assert sector_of(4096 - 128, state=4096) == (2 * 3968, 0, 2 * 3968)
+    assert sector_of(4096, 1024, 5 * 4096) == (5 * 4096, 1024, 5 * 4096)
+    assert sector_of(4096, 3 * 4096, 4096) == (3 * 4096, 3 * 4096, 4096)
 
 
 def nonzero_bytes(plane: torch.Tensor) -> int:
@@ -115,12 +179,6 @@ def nonzero_bytes(plane: torch.Tensor) -> int:
     [
         (KVLayout(*PRESETS["int8"]), 64, "`num_tokens` must be a positive multiple of 128, got 64. Set `page_size` of"),
         (KVLayout(*PRESETS["int8"]), 0, "`num_tokens` must be a positive multiple of 128, got 0."),
-        (
-            KVLayout(*PRESETS["int8"], 4, 128),
-            128,
-            "`num_tokens` must be at least 512 for dense windows of 4 and 128 tokens, got 128: a page must have room "
-            "for them. Set `page_size` of the ContinuousBatchingConfig to 512.",
-        ),
         (
             KVLayout(KVFormat("int8"), KVFormat("int8", "tensor")),
             128,
@@ -174,13 +232,13 @@ def test_a_token_takes_the_bytes_that_it_takes_in_a_cache_of_generate(preset: st
         cache = KVQuantCache(model.config, preset)
         models.greedy(model, {"input_ids": torch.tensor([[5, 6, 7]])}, 1, **with_cache(cache))
         manager = model.init_continuous_batching(
-            continuous_batching_config=ContinuousBatchingConfig(num_blocks=5, max_batch_tokens=64)
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=6, max_batch_tokens=64)
         )
         manager.warmup()
         pages = manager.batch_processor.cache
         manager.destroy()
-    assert pages.num_blocks == 5
-    assert pages.cache_tensor.nbytes == 7 * pages.bytes_per_sector  # two of them are trash
+    assert pages.num_blocks == 6
+    assert pages.cache_tensor.nbytes == (pages.num_sectors + 2) * pages.bytes_per_sector  # two of them are trash
     num_bytes = pages.bytes_per_sector / pages.tokens_per_sector
     assert sum(storage.bytes_per_token for storage in cache.storages) == num_bytes
 
@@ -276,18 +334,22 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs", "grammars"}
         | {"_decode_group", "_request_of"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages", "_sectors_of"}
-        | {"pages_of_a_state", "most_requests"},
-        "StateAllocator": {"slot_of", "take", "copy_slot", "read_trash_slot", "write_trash_slot"},
-        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "num_marked", "_tokens_alone"}
+        | {"pages_of_a_state", "most_requests", "slots", "_blocks_to_take_over", "sectors_for"},
+        "SlotAllocator": {"slot_of"},
+        "StateAllocator": {"take", "copy_slot", "read_trash_slot", "write_trash_slot"},
+        "TailAllocator": {"take_over", "_give_sinks"},
+        "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "num_marked", "_sinks"}
         | {"forget_pages", "hash_at"},
         "PageMemory": {"_is_cpu", "_sectors_of"},
     }
     from hf_kvquant.batching.memory import PageMemory
+    from hf_kvquant.batching.slots import SlotAllocator
     from hf_kvquant.batching.states import StateAllocator
+    from hf_kvquant.batching.tails import TailAllocator
 
     pairs = [(type(ours), type(other)) for ours, other in ours_and_theirs()]
-    more = (PageMemory, theirs.PagedAttentionMemoryHandler), (StateAllocator, theirs.FullAttentionCacheAllocator)
-    for ours, other in [*pairs, *more]:
+    slots = [(each, theirs.FullAttentionCacheAllocator) for each in (SlotAllocator, StateAllocator, TailAllocator)]
+    for ours, other in [*pairs, (PageMemory, theirs.PagedAttentionMemoryHandler), *slots]:
         for name in vars(ours).keys() - own[ours.__name__]:
             if name.startswith("__"):
                 continue

@@ -43,8 +43,10 @@ from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOC
 from hf_kvquant.batching.batch import Group, Request, groups_of
 from hf_kvquant.batching.cache import PagedCache
 from hf_kvquant.batching.memory import PageMemory
+from hf_kvquant.batching.slots import add_lengths
 from hf_kvquant.batching.state_layers import StateLayers, StateProbe, unwrap, why_not_grouped, wrap
-from hf_kvquant.batching.states import STATES, GroupLayer, StateLayout, StatePart, add_lengths
+from hf_kvquant.batching.states import STATES, GroupLayer, StateLayout, StatePart
+from hf_kvquant.batching.tails import TAILS
 
 # A gated delta rule, a convolution alone, Mamba-2, and states beside keys in one layer, with modules that layers share.
 KINDS = ["qwen3_next", "lfm2", "bamba", "zamba2"]
@@ -70,7 +72,7 @@ def scarce(model: Any) -> int:
     with managed(model, num_blocks=32) as manager:
         cache = manager.batch_processor.cache
         pages = cache.allocator.blocks_per_sector
-        num_sectors = -(-4 // cache.states.blocks_per_sector) - (-(4 * (1 + cache.allocator.num_tails) + 1) // pages)
+        num_sectors = sum(-(-4 // each.blocks_per_sector) for each in cache.slots) - (-5 // pages)
         return int(num_sectors * pages)
 
 
@@ -86,7 +88,7 @@ def test_each_request_gets_what_generate_gives_it(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_presets(name: str, preset: Any) -> None:
     with patched(models.family(name), preset) as model:
-        assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
+        assert batched(model, PROMPTS, num_blocks=32) == [alone(model, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
@@ -130,7 +132,8 @@ def test_requests_that_starve_take_their_states_along(monkeypatch: pytest.Monkey
                 # Whoever comes next finds something else in their slots.
                 cache = processor.cache
                 for victim in victims:
-                    cache.states._copy_view[tables[victim.request_id][STATES]] = 255
+                    for slots in cache.slots:
+                        slots._copy_view[tables[victim.request_id][slots.layer_type]] = 255
                 return found
 
             processor._offload = noted
@@ -186,7 +189,7 @@ def test_what_others_left_in_memory_does_not_show() -> None:
         for preset in ("int8", "fp8", "int4-channel"):
             with patched(models.family(name), preset) as model:
                 expected = [alone(model, prompt) for prompt in PROMPTS]
-                with managed(model) as manager:
+                with managed(model, num_blocks=32) as manager:
                     cache = manager.batch_processor.cache
                     cache.cache_tensor[cache.bytes_per_sector :].fill_(255)
                     assert answers(manager, PROMPTS) == expected, (name, preset)
@@ -301,17 +304,51 @@ def check_large(model: Any, expected: list[Any]) -> None:
 
 def test_several_slots_in_a_sector() -> None:
     """They divide a block of pages, with as little between them as that allows."""
-    layout = StateLayout({0: (StatePart(False, 0, 0, (1000,), torch.float32),)})
-    assert layout.num_bytes == 4096
-    assert layout.sector(3 * 4096) == (3 * 4096, 4096)
-    assert layout.sector(4096 * 7 + 128) == (28800, 5760)  # 225 units of 128 bytes: 5 slots of 45
-    assert layout.sector(4096) == (4096, 4096)
-    assert layout.sector(4096 - 128) == (2 * 3968, 2 * 3968)
+    assert StateLayout({0: (StatePart(False, 0, 0, (1000,), torch.float32),)}).num_bytes == 4096
     with patched(models.family("lfm2"), "int8") as model, managed(model) as manager:
         states = manager.batch_processor.cache.states
         assert states.blocks_per_sector > 1
         assert states.bytes_per_block * states.blocks_per_sector == manager.batch_processor.cache.bytes_per_sector
         assert (states.read_trash_slot, states.write_trash_slot) == (0, states.blocks_per_sector)
+
+
+@pytest.mark.parametrize("page", [128, 256])
+def test_states_and_tails(page: int) -> None:
+    """A request has a slot of each kind, and a page table names that of its tail."""
+    prompts = [*PROMPTS, text(150, seed=1), text(300, seed=2)]
+    with patched(long("qwen3_5_text"), "int4") as model:
+        expected = [alone(model, prompt) for prompt in prompts]
+        with managed(model, page_size=page, num_blocks=64, max_batch_tokens=512) as manager:
+            cache = manager.batch_processor.cache
+            assert (cache.allocator.index, cache.tails.index, cache.states.index) == (0, 1, 2)
+            assert answers(manager, prompts) == expected
+            assert cache.tails.block_table == cache.states.block_table == cache.allocator.block_table == {}
+            per_request = [each.bytes_per_block * each.blocks_per_sector for each in (cache.allocator, *cache.slots)]
+            assert per_request == [cache.bytes_per_sector] * 3
+            most = cache.most_requests
+            assert cache._sectors_of(most, 1) <= cache.num_sectors < cache._sectors_of(most + 1, 1)
+            assert cache.room == (cache.num_sectors - 2) * cache.tokens_per_sector
+
+
+def test_decode_steps_read_slots_of_both_kinds() -> None:
+    """As captured steps do."""
+    with patched(models.family("qwen3_5_text"), "int4") as model:
+        expected = [alone(model, prompt) for prompt in PROMPTS]
+        with with_tables(model, num_blocks=2) as manager:
+            steps = Steps(manager)
+            assert answers(manager, PROMPTS) == expected
+            assert steps.decode > 0
+            table = torch.full((3, 2, 4), -1, dtype=torch.int32)
+            table[0, 0, :3], table[1, 0, 0], table[2, 0, 0] = torch.tensor([6, 0, 9]), 6, 4
+            group = manager.batch_processor.model_runner._decode_group(table, torch.tensor([4, 0]))
+            assert group.page_table.tolist() == [[6, 0, 9, -1], [-1] * 4]
+            assert group.read_slots.tolist() == [4, 0]
+
+
+def test_memory_without_room_for_both_kinds_is_refused() -> None:
+    message = "since the dense tokens and the states of a request take as much memory as [0-9]+ of them, got 1"
+    with patched(large(), "int4") as model, pytest.raises(ValueError, match=message):
+        model.init_continuous_batching(generation(4), settings(num_blocks=1))
 
 
 def test_memory_for_the_states_of_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,15 +443,17 @@ def test_inputs_of_steps_have_lengths_for_every_allocator() -> None:
     inputs = types.SimpleNamespace(
         cumulative_seqlens_k={"full_attention": torch.ones(3)}, total_seqlen_k={}, max_length_k={}
     )
-    add_lengths(inputs)
-    assert not inputs.cumulative_seqlens_k[STATES].any() and inputs.total_seqlen_k == inputs.max_length_k == {STATES: 0}
+    add_lengths(inputs, [types.SimpleNamespace(layer_type=name) for name in (TAILS, STATES)])
+    assert inputs.cumulative_seqlens_k.keys() == {"full_attention", TAILS, STATES}
+    assert not inputs.cumulative_seqlens_k[TAILS].any() and not inputs.cumulative_seqlens_k[STATES].any()
+    assert inputs.total_seqlen_k == inputs.max_length_k == {TAILS: 0, STATES: 0}
 
 
 def test_a_slot_keeps_no_keys() -> None:
     with patched(models.family("qwen3_next"), "int8") as model, managed(model) as manager:
         states = manager.batch_processor.cache.states
         for call in (states.update, states.get_cache_for_block_table):
-            with pytest.raises(NotImplementedError, match="a slot must hold states, got keys and values for it"):
+            with pytest.raises(NotImplementedError, match="a slot for linear_attention must get no keys and values"):
                 call(0)
         assert states.get_read_indices("a", 1, 2) == states.get_write_indices("a", 1, 2) == []
 
@@ -492,7 +531,7 @@ def test_releases_that_give_layers_another_cache_are_refused(monkeypatch: pytest
 def test_memory_that_holds_no_request_is_refused() -> None:
     message = (
         "continuous batching: `num_blocks` must be at least 10, since the states of a request take as much memory as 5 "
-        "of them, got 4. Set a larger one, or set a smaller `page_size`."
+        "of them, got 4. Set a larger one, or a larger `page_size`."
     )
     check_refused(large(), message, ValueError, num_blocks=4, page_size=PAGE)
 

@@ -134,14 +134,14 @@ def test_other_devices_are_refused() -> None:
     [
         (
             {"preset": "int4-token", "sink_length": 999},
-            {"page_size": 384},
-            "PageLayout: `num_tokens` must be at least",
+            {"page_size": 384, "num_blocks": 2},
+            "since the dense tokens of a request take as much memory as",
             ValueError,
         ),
         (
             {"preset": "int4-token", "layers": {1: {"residual_length": 800}}},
             {"num_blocks": 4},
-            "for dense windows of 0 and 800 tokens, got 256: a page must have room for them. Set `page_size`",
+            "of them, got 4. Set a larger one, or a larger `page_size`.",
             ValueError,
         ),
         (

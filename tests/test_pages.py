@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hf_kvquant.spec.layout import KVLayout
 from hf_kvquant.spec.pages import PageLayout
 from hf_kvquant.spec.planes import Planes
 from hf_kvquant.spec.reference import append, dense_tokens, dequantize, gather_pages, split_tails
+from hf_kvquant.spec.tails import TailLayout
 
 HEADS, HEAD_DIM, GARBAGE = 2, 64, 99
 WINDOWS = {"sink_length": 4, "residual_length": 40}
@@ -47,36 +49,54 @@ def with_gaps(plane: Tensor) -> Tensor:
     return memory[:, :numel].unflatten(1, plane.shape[1:])
 
 
-def random_table(lengths: list[int], page_rows: int, num_pages: int, num_spare: int, has_tails: bool) -> Tensor:
-    """A table with pages in random order. Where no token is held, it has numbers that are no page."""
-    width = num_pages + has_tails
-    table = torch.randperm(len(lengths) * width + num_spare)[: len(lengths) * width].view(len(lengths), -1)
+def random_table(lengths: list[int], page_rows: int, num_pages: int, num_spare: int, num_slots: int) -> Tensor:
+    """A table with pages and slots in random order. Where no token is held, it has numbers that are no page."""
+    table = torch.randperm(len(lengths) * num_pages + num_spare)[: len(lengths) * num_pages].view(len(lengths), -1)
     is_held = torch.arange(num_pages) * page_rows < torch.tensor(lengths)[:, None]
-    if has_tails:
-        is_held = torch.cat((is_held[:, :1], is_held), dim=1)
     table = torch.where(is_held, table, torch.tensor(-1)).int()
-    return with_tails(table[:, 0].tolist(), table[:, 1:]) if has_tails else table
+    slots = torch.randperm(num_slots).tolist()
+    return with_tails([slots.pop() if length else -1 for length in lengths], table) if num_slots else table
 
 
-def with_tails(tails: list[int], pages: Tensor, tail_from: int = 0) -> Tensor:
+def allocated(
+    layout: KVLayout, num_pages: int, num_slots: int, page_rows: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Planes, Planes]:
+    """Planes of pages, with tails in another number of slots."""
+    where: dict[str, Any] = {"dtype": dtype, "device": device}
+    pages, slots = (
+        layout.allocate((count, HEADS, HEAD_DIM, HEAD_DIM), page_rows, **where) for count in (num_pages, num_slots)
+    )
+    return joined(pages, [each.tail for each in slots])
+
+
+def joined(pages: Iterable[Planes], tails: Iterable[Tensor | None]) -> tuple[Planes, Planes]:
+    key, value = (dataclasses.replace(side, tail=tail) for side, tail in zip(pages, tails, strict=True))
+    return key, value
+
+
+def with_tails(slots: list[int], pages: Tensor, tail_from: int = 0) -> Tensor:
     """A page table that begins with columns for tails, from pages of tokens, `[batch, pages]` int32."""
-    first = torch.tensor(tails, dtype=torch.int32, device=pages.device).unsqueeze(1)
+    first = torch.tensor(slots, dtype=torch.int32, device=pages.device).unsqueeze(1)
     return torch.cat((first, torch.full_like(first, tail_from), pages), dim=1)
 
 
 def compared(
     name: str, engine: str, page_rows: int, lengths: list[int], chunks: list[int], options: dict[str, Any] | None = None
 ) -> None:
-    """Append chunks to sequences that end with `lengths` tokens, with pages and without; attend from the second on."""
+    """Append chunks to sequences that end with `lengths` tokens, with pages and without; attend from the second on.
+
+    There are fewer slots for tails than pages, or more.
+    """
     device = torch.device("cuda" if engine == "cuda" else "cpu")
     layout, batch = LAYOUTS[name], len(lengths)
     num_pages = -(-max(lengths) // page_rows) + 1
-    table = random_table(lengths, page_rows, num_pages, num_spare=3, has_tails=layout.has_tail).to(device)
+    num_slots = batch + 1 if page_rows == 128 else 3 * batch * num_pages
+    table = random_table(lengths, page_rows, num_pages, 3, num_slots if layout.has_tail else 0).to(device)
     shape = HEADS, HEAD_DIM, HEAD_DIM
     # The fastest kernels are for half precision.
     where: dict[str, Any] = {"dtype": torch.bfloat16 if engine == "cuda" else torch.float32, "device": device}
     rows = layout.allocate((batch, *shape), num_pages * page_rows, **where)
-    pool = layout.allocate((batch * (num_pages + layout.has_tail) + 3, *shape), page_rows, **where)
+    pool = allocated(layout, batch * num_pages + 3, num_slots, page_rows, **where)
     pages = pool[0].map(with_gaps), pool[1].map(with_gaps)
     transform = None
     if layout.key.is_quantized:
@@ -126,11 +146,11 @@ def check_written(
             for b, length in enumerate(lengths):
                 if plane is paged.tail:
                     assert tails is not None
-                    is_free[int(tails.page[b])] = False
+                    is_free[int(tails.slot[b])] = False
                     # Without windows, the tail of a block has rows that are left over.
                     held = plane.shape[2] if any(layout.windows.values()) else length % BLOCK_SIZE
                     assert_same(
-                        plane[int(tails.page[b]), :, :held], expected[b, :, :held].cpu(), f"tail of sequence {b}"
+                        plane[int(tails.slot[b]), :, :held], expected[b, :, :held].cpu(), f"tail of sequence {b}"
                     )
                     continue
                 for i in range(-(-length // paged.codes.shape[2])):
@@ -220,7 +240,12 @@ class Taken:
     max_logit: float = 0.0
 
 
-SHARED, TAIL, OWN = 3, 2, [6, 5]  # pages
+SHARED, OWN = 3, [6, 5]  # pages
+FIRST_TAIL, TAIL = 8, 7  # slots
+
+
+def of_pages(planes: Planes) -> list[Tensor]:
+    return dataclasses.replace(planes, tail=None).tensors()
 
 
 def taken_over(engine: str, layout: KVLayout, q_lens: list[int], dtype: torch.dtype) -> Taken:
@@ -228,15 +253,16 @@ def taken_over(engine: str, layout: KVLayout, q_lens: list[int], dtype: torch.dt
     device = torch.device("cuda" if "cuda" in engine else "cpu")
     where: dict[str, Any] = {"dtype": dtype, "device": device}
     transform = KeyTransform(None, torch.rand(HEADS, HEAD_DIM, device=device) + 0.5, True)
-    made = Taken(layout.allocate((7, HEADS, HEAD_DIM, HEAD_DIM), 256, **where))
+    made = Taken(allocated(layout, 7, 9, 256, **where))
     pages = operands(engine, made.planes, layout, transform)
     of_first, of_second = (torch.tensor([[SHARED, *own]], dtype=torch.int32, device=device) for own in ([1], OWN))
     first, length = torch.randn(2, 1, HEADS, 300, HEAD_DIM, **where), 256
-    pages.append(*first, torch.tensor([300], dtype=torch.int32, device=device), page_table=with_tails([0], of_first))
+    of_first = with_tails([FIRST_TAIL], of_first)
+    pages.append(*first, torch.tensor([300], dtype=torch.int32, device=device), page_table=of_first)
     for side in made.planes:
         if side.tail is not None:
-            side.tail[TAIL, :, : layout.sink_length] = side.tail[0, :, : layout.sink_length]
-    shared = [[plane[SHARED].clone() for plane in side.tensors()] for side in made.planes]
+            side.tail[TAIL, :, : layout.sink_length] = side.tail[FIRST_TAIL, :, : layout.sink_length]
+    shared = [[plane[SHARED].clone() for plane in of_pages(side)] for side in made.planes]
     table = with_tails([TAIL], of_second, tail_from=256)
     for q_len in q_lens:
         query, key, value = chunk = [torch.randn(1, heads, q_len, HEAD_DIM, **where) for heads in (4, HEADS, HEADS)]
@@ -257,7 +283,7 @@ def taken_over(engine: str, layout: KVLayout, q_lens: list[int], dtype: torch.dt
         largest = 0.125 * query.float().norm(dim=-1).max() * keys.float().norm(dim=-1).max()
         made.max_logit = max(made.max_logit, float(largest))
     for side, before in zip(made.planes, shared, strict=True):
-        for plane, page in zip(side.tensors(), before, strict=True):
+        for plane, page in zip(of_pages(side), before, strict=True):
             assert_same(plane[SHARED], page.cpu(), "the shared page")
     return made
 
@@ -272,10 +298,10 @@ def read(
 ) -> list[Tensor]:
     """The keys and values that attention reads, dequantised."""
     tails, pages = split_tails(table, layout.has_tail)
-    page, tail_from = (None, None) if tails is None else tails
+    slot, tail_from = (None, None) if tails is None else tails
     options = {"lengths": held, **layout.windows, "tail_from": tail_from, "dtype": dtype}
     return [
-        dequantize(gather_pages(side, pages, page, each.block_size), each, key_transform=of_keys, **options)
+        dequantize(gather_pages(side, pages, slot, each.block_size), each, key_transform=of_keys, **options)
         for side, each, of_keys in zip(planes, layout.formats, (transform, None), strict=True)
     ]
 
@@ -297,8 +323,10 @@ def test_tokens_that_were_taken_over_are_read_as_codes(name: str, q_lens: list[i
             lse, exact_lse.cpu(), tolerances.lse_bound(exact_lse, plain_lse, expected.max_logit), f"{name}, lse"
         )
     for side, of_reference in zip(of_engine.planes, expected.planes, strict=True):
-        for plane, other in zip(side.tensors(), of_reference.tensors(), strict=True):
-            assert_same(plane[[TAIL, SHARED, *OWN]], other[[TAIL, SHARED, *OWN]].cpu(), "pages")
+        for plane, other in zip(of_pages(side), of_pages(of_reference), strict=True):
+            assert_same(plane[[SHARED, *OWN]], other[[SHARED, *OWN]].cpu(), "pages")
+        if side.tail is not None and of_reference.tail is not None:
+            assert_same(side.tail[TAIL], of_reference.tail[TAIL].cpu(), "the tail")
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -315,11 +343,11 @@ def test_what_the_reference_reads_of_tokens_that_were_taken_over(name: str) -> N
     for side, (kv_format, x) in enumerate(
         zip(layout.formats, read(made.planes, layout, table, held, None, torch.float32), strict=True)
     ):
-        coded = dequantize(gather_pages(made.planes[side], pages, tails.page, kv_format.block_size), kv_format)
+        coded = dequantize(gather_pages(made.planes[side], pages, tails.slot, kv_format.block_size), kv_format)
         assert_same(x[:, :, sinks:256], coded[:, :, sinks:256], "tokens that were taken over")
         tail = made.planes[side].tail
         if tail is not None:
-            assert_same(x[0, :, :sinks], tail[0, :, :sinks], "sinks")
+            assert_same(x[0, :, :sinks], tail[FIRST_TAIL, :, :sinks], "sinks")
         new = torch.cat([chunk[1 + side] for chunk in made.chunks], dim=2)
         append(new, alone[side], kv_format, of_own, **window)
         is_dense = dense_tokens(alone[side], kv_format, of_own, **window)[0][0]
@@ -331,8 +359,11 @@ def test_what_the_reference_reads_of_tokens_that_were_taken_over(name: str) -> N
 
 def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None:
     layout = KVLayout(*PRESETS["int8"]) if layout is None else layout
-    rows = changes.pop("page_rows", 128)
-    planes = layout.allocate((4, HEADS, HEAD_DIM, HEAD_DIM), rows, dtype=torch.float32, device=torch.device("cpu"))
+    rows, num_slots = changes.pop("page_rows", 128), changes.pop("num_slots", 6)
+    key, value = allocated(layout, 4, num_slots, rows, torch.float32, torch.device("cpu"))
+    planes = key, value.map(lambda plane: plane[:2] if plane is value.tail else plane)
+    if not changes.pop("has_unequal_tails", False):
+        planes = key, value
     arguments: dict[str, Any] = {
         "lengths": torch.tensor([100, 200], dtype=torch.int32),
         "page_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
@@ -356,8 +387,25 @@ def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None
             "`page_table` must begin with 2 columns of tails for this layout",
         ),
         (
-            {"layout": CHANNEL, "page_table": torch.tensor([[3, 0, 0, 1], [4, 0, 2, 3]], dtype=torch.int32)},
-            "`page_table` must begin with a page from 0 to 3 for the tail, got 4 for sequence 1",
+            {"layout": CHANNEL, "page_table": torch.tensor([[5, 0, 0, 1], [6, 0, 2, 3]], dtype=torch.int32)},
+            "`page_table` must begin with a slot from 0 to 5 for the tail, got 6 for sequence 1. Give every sequence a "
+            "slot of the tail planes.",
+        ),
+        (
+            {"layout": LAYOUTS["k4v2:4+40"], "page_table": torch.tensor([[-1, 0, 0, 1], [2, 0, 2, 3]]).int()},
+            "`page_table` must begin with a slot from 0 to 5 for the tail, got -1 for sequence 0",
+        ),
+        (
+            {"layout": CHANNEL, "num_slots": 2, "page_table": torch.tensor([[0, 0, 0, 1], [2, 0, 2, 3]]).int()},
+            "`page_table` must begin with a slot from 0 to 1 for the tail, got 2 for sequence 1",
+        ),
+        (
+            {"layout": CHANNEL, "num_slots": 0, "page_table": torch.zeros(2, 4, dtype=torch.int32)},
+            "`page_table` must be None for tail planes without slots, got a tensor",
+        ),
+        (
+            {"layout": LAYOUTS["k4v2:4+40"], "has_unequal_tails": True, "page_table": torch.zeros(2, 4).int()},
+            r"`value_planes(.tail|\[\d\] \(tail\))` must be \[6, 2, 44, 64\]",
         ),
         (
             {"layout": CHANNEL, "page_table": torch.tensor([[3, 0, 0, 1], [1, 64, 2, 3]], dtype=torch.int32)},
@@ -405,11 +453,11 @@ def test_rows_that_pad_a_captured_step(name: str, dtype: torch.dtype) -> None:
     """A sequence of no token and no page writes nothing, gets zeros, and changes no other."""
     torch.manual_seed(0)
     layout, where = LAYOUTS[name], {"dtype": dtype, "device": torch.device("cuda")}
-    pool = layout.allocate((5, HEADS, HEAD_DIM, HEAD_DIM), 128, **where)
+    pool = allocated(layout, 5, 7, 128, **where)
     query, key, value = (torch.randn(4, heads, 1, HEAD_DIM, **where) for heads in (2 * HEADS, HEADS, HEADS))
     table = torch.tensor([[2, -1], [1, 0], [-1, -1], [-1, -1]], dtype=torch.int32, device="cuda")
     if layout.has_tail:
-        table = with_tails([3, 4, -1, -1], table)
+        table = with_tails([6, 4, -1, -1], table)
     lengths = torch.tensor([1, 129, 0, 0], dtype=torch.int32, device="cuda")
     results = []
     for rows in (2, 4):
@@ -456,17 +504,24 @@ def test_pages_of_more_than_64_gigabytes() -> None:
     for name in PRESETS:
         layout = LAYOUTS[name]
         page = PageLayout(layout, HEADS, (HEAD_DIM, HEAD_DIM), torch.bfloat16, 1024)
-        memory.view(num_blocks, stride)[far[0].long(), : page.num_bytes] = 0
-        side_by_side = torch.zeros(3 * page.num_bytes, dtype=torch.uint8, device="cuda")
+        tails = TailLayout.of({0: page})
+        memory.view(num_blocks, stride)[far[0].long(), : 2**24] = 0
+
+        def over(memory: Tensor, stride: int, page: PageLayout = page) -> ops.Operands:
+            sides, tails = page.planes(memory, 0, stride), TailLayout.of({0: page})
+            slots = (None, None) if tails is None else tails.planes(memory, stride)[0]
+            return ops.Operands(*joined(sides, slots), page.layout)
+
+        together = max(page.num_bytes, 0 if tails is None else tails.num_bytes)
+        assert together <= 2**24
+        side_by_side = torch.zeros(3 * together, dtype=torch.uint8, device="cuda")
         for chunks in ([1500, 1, 2], [1100, 64]):
             steps = [torch.randn(4 * HEADS, q_len, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for q_len in chunks]
             results = []
             for table, pages in zip(
-                tables[layout.has_tail],
-                (page.planes(side_by_side, 0, page.num_bytes), page.planes(memory, 0, stride)),
-                strict=True,
+                tables[layout.has_tail], (over(side_by_side, together), over(memory, stride)), strict=True
             ):
-                results.append(attended(ops.Operands(*pages, layout), table, steps))
+                results.append(attended(pages, table, steps))
             for expected, actual in zip(*results, strict=True):
                 assert_same(actual, expected.cpu(), f"{name}, {chunks}")
     del memory, pages

@@ -7,12 +7,10 @@ they become planes, and how much memory all of it takes (`memory.py`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +33,16 @@ from ..attention.registry import is_ours
 from ..cache.handle import noted
 from ..spec import reference
 from ..spec.key_transform import KeyTransform
-from ..spec.pages import PART_ALIGNMENT, PageLayout
+from ..spec.pages import PageLayout
+from ..spec.tails import TailLayout
 from ..upstream.releases import DO_MODELS_UPDATE_PAGES
 from .batch import Group
 from .memory import PageMemory, zeros
 from .sinks import KeptSinks
+from .slots import Sector, SlotAllocator, sector_of
 from .snapshots import Snapshots
 from .states import STATES, StateAllocator, StateLayout
+from .tails import TAILS, TailAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -65,48 +66,43 @@ class PagedLayer:
 class PageAllocator(FullAttentionCacheAllocator):
     """Gives out blocks of our pages. All pages of a block have the size of the largest one.
 
-    With tails, the first block of a request holds these, and the blocks of its tokens follow. transformers frees and
-    offloads it with the others, but must not share it or take it for the first tokens. So a request that takes over
-    blocks of another one reads their tokens as codes, also those that are in its own dense window, except sinks
-    (`KeptSinks`). It can do so once a block has codes: with granularity channel, when it has left the window of the
-    request that filled it.
+    Tails are in slots of their own. So a request that takes over blocks of another one reads their tokens as codes,
+    also those that are in its own dense window, except sinks (`KeptSinks`). It can do so once a block has codes: with
+    granularity channel, when it has left the window of the request that filled it.
 
     Args:
         layers: By layer index; their pages have equally many tokens.
         allow_block_sharing: Whether requests may share blocks of the same tokens.
+        tails: Gives out the slots for tails; `None` if no layer has one.
 
     Attributes:
-        num_tails: Blocks of a request for tails: 1 if a layer has one, else 0.
         num_columns: Of a page table, before the blocks of tokens.
         operands: Of the ops, by layer index.
     """
 
-    def __init__(self, layers: Mapping[int, PagedLayer], allow_block_sharing: bool) -> None:
+    def __init__(
+        self, layers: Mapping[int, PagedLayer], allow_block_sharing: bool, tails: TailAllocator | None = None
+    ) -> None:
         pages = [layer.page for layer in layers.values()]
-        self._layers = layers
+        self._layers, self._tails = layers, tails
         self.head_dim, self.num_key_value_heads = pages[0].head_dims[0], pages[0].num_kv_heads
         self.cache_dtype = pages[0].dtype
         self.operands: dict[int, ops.Operands] = {}
-        # Once: every layer asks in every step, and a format would count the rows of its tail each time.
-        self._layers_with_tail = frozenset(index for index, layer in layers.items() if layer.page.has_tail)
-        self.num_tails = int(bool(self._layers_with_tail))
-        self.num_columns = reference.NUM_TAIL_COLUMNS * self.num_tails
-        self._with_tail: set[str] = set()
+        self._layers_with_tail = frozenset(() if tails is None else tails.layer_indices)
+        self.num_columns = 0 if tails is None else reference.NUM_TAIL_COLUMNS
         # Of the layers whose keys get their codes when their block has left the window: the longest window.
         in_blocks = [page.layout for page in pages if page.layout.key.block_size is not None]
         self._window = max((layout.residual_length for layout in in_blocks), default=0)
-        # Of requests that have taken over tokens: how many. See `reference.TailPages`.
+        # Of requests that have taken over tokens: how many. See `reference.Tails`.
         self._tail_from: dict[str, int] = {}
         self._epoch = 0  # how often all pages have been forgotten
         self._began: dict[str, int] = {}  # of each request: the epoch
-        self.sinks: KeptSinks | None = None
-        self._sinks_of: dict[str, Tensor] = {}  # of requests that are to get a tail
-        self._pages: dict[str, tuple[list[int], Tensor]] = {}
+        self._pages: dict[str, tuple[int | None, list[int], Tensor]] = {}  # slot, blocks and row of each request
         self._before_cache_tensor_init(
             index=0,
             layer_indices=list(layers),
             tokens_per_page=pages[0].num_tokens,
-            bytes_per_page=max(page.num_bytes for page in pages),
+            bytes_per_page=_bytes_per_page(layers),
             allow_block_sharing=allow_block_sharing,
         )
 
@@ -117,51 +113,30 @@ class PageAllocator(FullAttentionCacheAllocator):
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        tails = {} if self._tails is None else self._tails.layout.planes(cache_tensor, self._tails.bytes_per_block)
         for position, (index, layer) in enumerate(self._layers.items()):
-            planes = layer.page.planes(cache_tensor, position * self.bytes_per_page, self.bytes_per_block)
+            sides = layer.page.planes(cache_tensor, position * self.bytes_per_page, self.bytes_per_block)
+            key, value = (
+                dataclasses.replace(side, tail=tail)
+                for side, tail in zip(sides, tails.get(index, (None, None)), strict=True)
+            )
             transform = None if layer.key_transform is None else layer.key_transform.to(cache_tensor.device)
-            self.operands[index] = ops.Operands(*planes, layer.page.layout, transform)
-        pages = [layer.page for layer in self._layers.values()]
-        if self.use_block_sharing and any(page.sink_ranges for page in pages):
-            self.sinks = KeptSinks(pages, self.bytes_per_page, self._copy_view)
+            self.operands[index] = ops.Operands(key, value, layer.page.layout, transform)
+
+    @property
+    def _sinks(self) -> KeptSinks | None:
+        return None if self._tails is None else self._tails.sinks
 
     def page_table_of(self, layer_idx: int, page_table: Tensor) -> Tensor:
         """The part of a page table, `[requests, pages]`, that the ops of a layer take: without tails if it has none."""
         return page_table if layer_idx in self._layers_with_tail else page_table[:, self.num_columns :]
-
-    @contextlib.contextmanager
-    def _tokens_alone(self, request_id: str) -> Iterator[list[int]]:
-        """Hide the tail's block of a request for a while. Gives that block, in a list, or an empty list."""
-        blocks = self.block_table[request_id]
-        tail = [blocks.pop(0)] if request_id in self._with_tail else []
-        try:
-            yield tail
-        finally:
-            self.block_table[request_id][:0] = tail
-
-    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """See `CacheAllocator`. A tail needs a block, too."""
-        is_missing = self.num_tails - (request_id in self._with_tail)
-        num_held = len(self.block_table.get(request_id, [])) - (request_id in self._with_tail)
-        num_needed: int = self._compute_blocks_needed(num_held, past_length, query_length)
-        return num_needed + is_missing
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """See `CacheAllocator`."""
         if past_length == 0:
             self._tail_from.pop(request_id, None)  # it was to be offloaded, and begins anew
             self._began[request_id] = self._epoch
-        num_needed = self.needs_new_blocks(request_id, past_length, query_length)
-        if num_needed == 0:  # in nearly all steps
-            return
-        blocks = self.block_table.setdefault(request_id, [])
-        fresh = self.pool.get_free_blocks(self.index, num_needed)
-        if self.num_tails and request_id not in self._with_tail:
-            blocks[:0] = [fresh.pop(0)]
-            self._with_tail.add(request_id)
-            if self.sinks is not None and request_id in self._sinks_of:
-                self.sinks.give(self._sinks_of.pop(request_id), blocks[0])
-        blocks.extend(fresh)
+        super().allocate_cache_to_request(request_id, past_length, query_length)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """See `CacheAllocator`. Without `no_cache`, the request ends; with it, its blocks may come back.
@@ -171,9 +146,7 @@ class PageAllocator(FullAttentionCacheAllocator):
         if not no_cache and request_id in self.block_table:
             self._tail_from.pop(request_id, None)
             self._began.pop(request_id, None)
-        self._with_tail.discard(request_id)
         self._pages.pop(request_id, None)
-        self._sinks_of.pop(request_id, None)
         super().free_blocks(request_id, no_cache)
 
     def num_complete(self, length: int) -> int:
@@ -185,13 +158,13 @@ class PageAllocator(FullAttentionCacheAllocator):
 
     def num_marked(self, request_id: str) -> int:
         """Blocks of a request, from the first one on, that others may take over already."""
-        blocks = self.block_table.get(request_id, [])[int(request_id in self._with_tail) :]
+        blocks = self.block_table.get(request_id, [])
         unknown = (at for at, block in enumerate(blocks) if block not in self.ledger.block_to_hash)
         return next(unknown, len(blocks))
 
     def hash_at(self, request_id: str, num_tokens: int) -> int | None:
         """The hash of the block of a request that ends after `num_tokens` tokens; `None` if others do not find it."""
-        blocks = self.block_table.get(request_id, [])[int(request_id in self._with_tail) :]
+        blocks = self.block_table.get(request_id, [])
         at = num_tokens // int(self.tokens_per_page) - 1
         found: int | None = self.ledger.block_to_hash.get(blocks[at]) if at < len(blocks) else None
         return found
@@ -199,54 +172,43 @@ class PageAllocator(FullAttentionCacheAllocator):
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """See `CacheAllocator`. Without its sinks, a block is not found."""
         blocks: list[int] = super().match_prefix_blocks(prompt_ids)
-        is_found = self.sinks is None or (blocks and self.sinks.get(blocks[0]) is not None)
+        is_found = self._sinks is None or (blocks and self._sinks.get(blocks[0]) is not None)
         return blocks if is_found else []
 
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
         """See `CacheAllocator`. The tail that the request will have lacks these tokens, and gets their sinks."""
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
         self._tail_from[request_id], self._began[request_id] = prefix_len, self._epoch
-        sinks = None if self.sinks is None else self.sinks.get(block_ids[0])
-        if sinks is not None:
-            self._sinks_of[request_id] = sinks
+        if self._tails is not None:
+            self._tails.take_over(request_id, block_ids[0])
 
     def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
-        """See `CacheAllocator`. A tail is none of them, nor is a block that is to get codes."""
-        with self._tokens_alone(source_request_id):
-            num_tokens = self.num_complete(past_length) * self.tokens_per_page
-            shareable: int = super().count_shareable_blocks(source_request_id, num_tokens)
+        """See `CacheAllocator`. A block that is to get codes is none of them."""
+        num_tokens = self.num_complete(past_length) * self.tokens_per_page
+        shareable: int = super().count_shareable_blocks(source_request_id, num_tokens)
         return shareable
 
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
-        """See `CacheAllocator`. A fork has a copy of the tail."""
-        num_shared = self.count_shareable_blocks(source_request_id, past_length)
-        with self._tokens_alone(source_request_id) as tail:
-            blocks = self.block_table[source_request_id]
-            shared, copied = blocks[:num_shared], [*tail, *blocks[num_shared:]]
-        for block in shared:
-            self.ledger.acquire(block)
-        fresh = self.pool.get_free_blocks(self.index, len(copied))
-        self.block_table[dest_request_id] = [*fresh[: len(tail)], *shared, *fresh[len(tail) :]]
-        if tail:
-            self._with_tail.add(dest_request_id)
+        """See `CacheAllocator`. The tail of a fork, a copy, begins where the tail of its source does."""
+        copied: tuple[list[int], list[int]] = super().fork_blocks(source_request_id, dest_request_id, past_length)
         if source_request_id in self._tail_from:
             self._tail_from[dest_request_id] = self._tail_from[source_request_id]
         self._began[dest_request_id] = self._began[source_request_id]
-        return copied, fresh
+        return copied
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
-        """See `CacheAllocator`. The first block of tokens comes after the tail's block."""
+        """See `CacheAllocator`. The sinks of a first block are kept for those that take it over."""
         if self._began[request_id] < self._epoch:
             return
-        with self._tokens_alone(request_id) as tail:
-            blocks, known = self.block_table[request_id], self.ledger.block_to_hash
-            unknown = {blocks[0]} - known.keys()
-            super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
-            first = blocks[0]  # by now perhaps from another request with the same tokens
-            if self.sinks is not None and first in known and (first in unknown or self.sinks.get(first) is None):
-                self.sinks.keep(first, tail[0])
+        blocks, known = self.block_table[request_id], self.ledger.block_to_hash
+        unknown = {blocks[0]} - known.keys()
+        super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
+        first, sinks = blocks[0], self._sinks  # the block is by now perhaps that of another request with these tokens
+        if sinks is not None and first in known and (first in unknown or sinks.get(first) is None):
+            assert self._tails is not None
+            sinks.keep(first, self._tails.slot_of(request_id))
 
     def forget_pages(self) -> None:
         """Let no later request take over tokens of earlier ones. Call `PagedCache.forget_pages`."""
@@ -258,20 +220,20 @@ class PageAllocator(FullAttentionCacheAllocator):
         """The row of a request in a page table, `[columns]` int32 on the host, to be read only.
 
         Every step takes them for all of its requests. Making a tensor of a list takes longer the more tokens a request
-        holds: 3 ms a step for 64 requests of 64k tokens (host of an H200, 2026-11). So the tensor is kept until the
-        list has changed. To compare two lists takes a hundredth of the time.
+        holds: 3 ms a step for 64 requests of 64k tokens (host of an H200, 2026-11). So the tensor is kept until its
+        numbers have changed. To compare two lists takes a hundredth of the time.
         """
-        pages = self.block_table[request_id]
+        pages, slot = self.block_table[request_id], None if self._tails is None else self._tails.slot_of(request_id)
         noted = self._pages.get(request_id)
-        if noted is None or noted[0] != pages:
-            row = self.row_of(pages, self._tail_from.get(request_id, 0))
-            noted = self._pages[request_id] = pages.copy(), row
-        return noted[1]
+        if noted is None or noted[0] != slot or noted[1] != pages:
+            row = self.row_of(pages, slot, self._tail_from.get(request_id, 0))
+            noted = self._pages[request_id] = slot, pages.copy(), row
+        return noted[2]
 
-    def row_of(self, blocks: list[int], tail_from: int = 0) -> Tensor:
-        """A row of a page table, `[columns]` int32, from blocks, the block of the tail first."""
-        tails, pages = blocks[: self.num_tails], blocks[self.num_tails :]
-        return torch.tensor([*tails, *([tail_from] if tails else []), *pages], dtype=torch.int32)
+    def row_of(self, pages: Sequence[int], slot: int | None = None, tail_from: int = 0) -> Tensor:
+        """A row of a page table, `[columns]` int32: what `reference.Tails` has, where there are tails, and pages."""
+        columns = [] if slot is None else [slot, tail_from]
+        return torch.tensor([*columns, *pages], dtype=torch.int32)
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         """Write the row of a request to the start of `block_table`, `[columns]` int32."""
@@ -289,15 +251,34 @@ class PageAllocator(FullAttentionCacheAllocator):
         raise _other_attention()
 
 
-def sector_of(allocator: PageAllocator, states: StateLayout | None) -> tuple[int, int]:
-    """Bytes of a sector, and of a slot for states in it; 0 if no layer has a state."""
-    if states is None:
-        return math.lcm(allocator.bytes_per_block, PART_ALIGNMENT), 0
-    return states.sector(allocator.bytes_per_block)
+def _bytes_per_page(layers: Mapping[int, PagedLayer]) -> int:
+    """Bytes of the pages of all layers, which have the size of the largest one."""
+    return max(layer.page.num_bytes for layer in layers.values())
 
 
-def check_room(layers: Mapping[int, PagedLayer], states: StateLayout, num_blocks: int, *, is_given: bool) -> None:
-    """Refuse memory that is too small for the states of one request and a page of its tokens.
+def tails_of(layers: Mapping[int, PagedLayer]) -> TailLayout | None:
+    """The slot for the tails of a request; `None` if no layer has one."""
+    return TailLayout.of({index: layer.page for index, layer in layers.items()})
+
+
+def sector_for(layers: Mapping[int, PagedLayer], states: StateLayout | None) -> Sector:
+    """The sectors of a cache for these layers and states."""
+    tails, bytes_per_block = tails_of(layers), len(layers) * _bytes_per_page(layers)
+    tail, state = (0 if each is None else each.num_bytes for each in (tails, states))
+    return sector_of(bytes_per_block, tail, state)
+
+
+def blocks_for_tails(layers: Mapping[int, PagedLayer], count: int) -> int:
+    """Blocks of pages that take as much memory as the tails of some requests, in whole sectors; 0 without tails."""
+    sector = sector_for(layers, None)
+    num_sectors = -(-count * sector.bytes_per_tail // sector.num_bytes)
+    return num_sectors * sector.num_bytes // (len(layers) * _bytes_per_page(layers))
+
+
+def check_room(
+    layers: Mapping[int, PagedLayer], states: StateLayout | None, num_blocks: int, *, is_given: bool
+) -> None:
+    """Refuse memory that is too small for the slots of one request and a page of its tokens.
 
     Args:
         layers: See `PagedCache`.
@@ -308,15 +289,19 @@ def check_room(layers: Mapping[int, PagedLayer], states: StateLayout, num_blocks
     Raises:
         ValueError: It is too small.
     """
-    allocator = PageAllocator(layers, allow_block_sharing=False)
-    blocks_per_sector = sector_of(allocator, states)[0] // allocator.bytes_per_block
-    least = (1 + -(-(1 + allocator.num_tails) // blocks_per_sector)) * blocks_per_sector
+    sector = sector_for(layers, states)
+    sizes = {"dense tokens": sector.bytes_per_tail, "states": sector.bytes_per_state}
+    kinds = [name for name, size in sizes.items() if size]
+    blocks_per_sector = sector.num_bytes // (len(layers) * _bytes_per_page(layers))
+    least = (len(kinds) + 1) * blocks_per_sector
     # transformers rounds what is given up to sectors.
-    if num_blocks <= least - blocks_per_sector:
-        remedy = "Set a larger one" if is_given else "Leave more memory free, raise `max_memory_percent`"
+    if kinds and num_blocks <= least - blocks_per_sector:
+        remedy = "Leave more memory free, raise `max_memory_percent`, or set a smaller `page_size`."
+        if is_given:  # in blocks, which are larger with larger pages
+            remedy = "Set a larger one, or a larger `page_size`."
         raise ValueError(
-            f"continuous batching: `num_blocks` must be at least {least}, since the states of a request take as much "
-            f"memory as {blocks_per_sector} of them, got {num_blocks}. {remedy}, or set a smaller `page_size`."
+            f"continuous batching: `num_blocks` must be at least {least}, since the {' and the '.join(kinds)} of a "
+            f"request take as much memory as {least - blocks_per_sector} of them, got {num_blocks}. {remedy}"
         )
 
 
@@ -333,7 +318,8 @@ class PagedCache(PagedAttentionCache):
         states: Of a request; `None` if no layer has a state.
 
     Attributes:
-        states: Gives out the slots for them; `None` likewise.
+        tails: Gives out the slots for tails; `None` if no layer has one.
+        states: Gives out the slots for states; `None` likewise.
         snapshots: States at the end of prefixes; `None` if no layer has a state, or nothing is shared.
         groups: The requests of the present forward.
         counters: Scratch of the ops. Layers share it, because they run one after the other.
@@ -356,16 +342,23 @@ class PagedCache(PagedAttentionCache):
         # The request that fills a first block has all sinks then.
         has_sinks_in_block = all(each.page.layout.sink_length <= each.page.num_tokens for each in layers.values())
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing and has_sinks_in_block
-        self.allocator = allocator = PageAllocator(layers, self.allow_block_sharing)
+        sector, self.tails = sector_for(layers, states), None
+        tails = tails_of(layers)
+        if tails is not None:
+            self.tails = TailAllocator(1, tails, sector.bytes_per_tail, keeps_sinks=self.allow_block_sharing)
+        self.allocator = allocator = PageAllocator(layers, self.allow_block_sharing, self.tails)
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
         self.groups: list[Group] = []
         self.counters = ops.new_counters(torch.device(device))
         self.cache_allocators: dict[str, CacheAllocator] = {FULL_ATTENTION: allocator}
         self.layer_to_allocator = dict.fromkeys(layers, allocator)
-        self.bytes_per_sector, bytes_per_slot = sector_of(allocator, states)
+        self.bytes_per_sector = sector.num_bytes
+        if self.tails is not None:
+            self.cache_allocators[TAILS] = self.tails
         self.states: StateAllocator | None = None
         if states is not None:
-            self.states = self.cache_allocators[STATES] = StateAllocator(1, states, bytes_per_slot)
+            self.states = StateAllocator(len(self.cache_allocators), states, sector.bytes_per_state)
+            self.cache_allocators[STATES] = self.states
         blocks_per_sector = self.bytes_per_sector // allocator.bytes_per_block
         self.tokens_per_sector = blocks_per_sector * allocator.tokens_per_page
         sizes = PageMemory(
@@ -383,9 +376,8 @@ class PagedCache(PagedAttentionCache):
         ).infer_max_batch_tokens_and_num_sectors()
         self.max_batch_tokens, self.num_sectors = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device)).tolist()
         self.num_blocks = self.num_sectors * blocks_per_sector
-        if states is not None:
-            is_given = continuous_batching_config.num_blocks is not None
-            check_room(layers, states, self.num_blocks, is_given=is_given)
+        is_given = continuous_batching_config.num_blocks is not None
+        check_room(layers, states, self.num_blocks, is_given=is_given)
         # Zeros, since kernels read whole tiles: see `KVFormat.allocate`. The first two sectors are transformers' trash.
         num_bytes = self.num_sectors * self.bytes_per_sector
         self.cache_tensor = zeros(num_bytes + 2 * self.bytes_per_sector, torch.device(device))
@@ -407,11 +399,13 @@ class PagedCache(PagedAttentionCache):
     @property
     def room(self) -> int:
         """Tokens of the longest request that all pages together hold."""
-        num_blocks: int = self.num_blocks - self.allocator.num_tails
-        if self.states is not None:  # the sector of its slot
-            num_blocks -= self.bytes_per_sector // self.allocator.bytes_per_block
-        room: int = num_blocks * self.allocator.tokens_per_page
-        return room
+        num_sectors: int = self.num_sectors - len(self.slots)  # one for each slot of it
+        return num_sectors * self.tokens_per_sector
+
+    @property
+    def slots(self) -> list[SlotAllocator]:
+        """The allocators of slots, of which a request has one each."""
+        return [each for each in (self.tails, self.states) if each is not None]
 
     @property
     def pages_of_a_state(self) -> float:
@@ -430,11 +424,13 @@ class PagedCache(PagedAttentionCache):
 
     def _sectors_of(self, count: int, num_tokens: int) -> int:
         """Sectors for `count` requests with `num_tokens` tokens each."""
-        pages = count * (self.allocator.num_tails + math.ceil(num_tokens / self.allocator.tokens_per_page))
-        needs = [pages * self.allocator.bytes_per_block]
-        if self.states is not None:
-            needs.append(count * self.states.bytes_per_block)
-        return sum(math.ceil(num_bytes / self.bytes_per_sector) for num_bytes in needs)
+        return self.sectors_for(count * -(-num_tokens // self.allocator.tokens_per_page), count)
+
+    def sectors_for(self, num_blocks: int, num_requests: int) -> int:
+        """Sectors for blocks of pages, and for the slots of requests."""
+        needs = [num_blocks * self.allocator.bytes_per_block]
+        needs += [num_requests * each.bytes_per_block for each in self.slots]
+        return sum(-(-num_bytes // self.bytes_per_sector) for num_bytes in needs)
 
     def planned(self, group: Group) -> Group:
         """A group, with a split plan if the GPU's kernel for single tokens serves it.
@@ -463,19 +459,29 @@ class PagedCache(PagedAttentionCache):
         Where it finds more pages than that, its steps will end at the border at their end, so that the next one finds
         the states there. They end at the last border of a prompt that takes several steps, too.
         """
+        if not self.use_prefix_sharing:
+            return 0
+        blocks = self._blocks_to_take_over(request_id, prompt_ids)
+        num_tokens: int = len(blocks) * self.allocator.tokens_per_page
+        if blocks:
+            logger.debug("found the first %d tokens of request %s", num_tokens, request_id)
+            self.allocator.acquire_prefix_blocks(request_id, num_tokens, blocks)
+        return num_tokens
+
+    def _blocks_to_take_over(self, request_id: str, prompt_ids: list[int]) -> list[int]:
+        """Blocks of a prompt's first tokens. With states, these are in the request's slot from then on."""
         if self.snapshots is None:
-            matched: int = super().search_prefix_match(request_id, prompt_ids)
-            return matched
+            return self.allocator.match_prefix_blocks(prompt_ids)
         # Requests that wait are asked for in every step, and hashes of long prompts take time.
         needs = sum(each.needs_new_sectors(request_id, 0, 1) for each in self.cache_allocators.values())
         if needs > self.pool.num_free_sectors:
-            return 0
+            return []
         page, num_tokens = int(self.allocator.tokens_per_page), len(prompt_ids)
         blocks = self.allocator.match_prefix_blocks(prompt_ids)
         hashes = [self.allocator.ledger.block_to_hash[block] for block in blocks]
         count = self.snapshots.num_covered(hashes)
         if count and not self.snapshots.give(hashes[count - 1], request_id):
-            return 0
+            return []
         borders: dict[int, int | None] = {}
         if num_tokens - count * page > self.max_batch_tokens:
             # Where the last tokens must be computed, and the pages before have their codes.
@@ -483,10 +489,7 @@ class PagedCache(PagedAttentionCache):
         if hashes:
             borders[len(hashes) * page] = hashes[-1]
         self.snapshots.wish(request_id, {at: shared for at, shared in borders.items() if at > count * page})
-        if count:
-            logger.debug("found the states after %d tokens for request %s", count * page, request_id)
-            self.allocator.acquire_prefix_blocks(request_id, count * page, blocks[:count])
-        return count * page
+        return blocks[:count]
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """See `PagedAttentionCache`. A snapshot of states goes with its pages."""

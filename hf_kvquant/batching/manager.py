@@ -35,8 +35,9 @@ from .memory import CPU_SHARE
 from .runner import Runner, inputs_of, max_blocks_of, settle_graphs
 from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
+from .slots import add_lengths
 from .state_layers import unwrap, wrap
-from .states import add_lengths, known_types
+from .states import known_types
 from .support import WHERE, check_served, pages_of
 
 
@@ -72,9 +73,9 @@ class Processor(ContinuousBatchProcessor):
         io.prepare_batch_update = self._taken_with_logprobs
         self._add_waiting = scheduler.add_waiting_request
         scheduler.add_waiting_request = self._add_if_it_fits
+        for each in inputs_of(io):
+            add_lengths(each, self.cache.slots)
         if self.cache.states is not None:
-            for each in inputs_of(io):
-                add_lengths(each)
             offloading: Any = self.offloading_manager
             self._offload = offloading._offload_to_cpu
             offloading._offload_to_cpu = self._offload_without_those_in_flight
@@ -257,12 +258,10 @@ class Manager(ContinuousBatchingManager):
         self._layers: Mapping[int, PagedLayer] = {
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
-        if self._state_layers is not None:
-            states, num_blocks = self._state_layers.layout, continuous_batching_config.num_blocks
-            if num_blocks is not None:
-                check_room(self._layers, states, num_blocks, is_given=True)
+        self._states = None if self._state_layers is None else self._state_layers.layout
+        if continuous_batching_config.num_blocks is not None:
+            check_room(self._layers, self._states, continuous_batching_config.num_blocks, is_given=True)
         resolved = copy.copy(continuous_batching_config)
-        resolved.page_size = next(iter(pages.values())).num_tokens
         is_open = resolved.max_memory_percent is None and resolved.num_blocks is None
         if is_open and model.device.type == "cpu":
             resolved.max_memory_percent = CPU_SHARE
@@ -379,7 +378,7 @@ class Manager(ContinuousBatchingManager):
             model.device,
             supports_logits_to_keep,
             self.distributed_helper,
-            None if self._state_layers is None else self._state_layers.layout,
+            self._states,
         )
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(batching, cache.num_blocks, cache.max_batch_tokens)

@@ -204,9 +204,9 @@ class Runner(ModelRunner):
         (5.23): the last ones, which are the lengths, came too late now and then.
         """
         io: Any = self.inputs_and_outputs
-        if self.cache.allocator.sinks is not None:
-            self.cache.allocator.sinks.stream = io.compute_stream
-        snapshots = self.cache.snapshots
+        tails, snapshots = self.cache.tails, self.cache.snapshots
+        if tails is not None and tails.sinks is not None:
+            tails.sinks.stream = io.compute_stream
         if snapshots is not None:
             snapshots.stream = io.compute_stream
         if io.compute_stream is not None and not isinstance(io, ContinuousBatchingAsyncIOs):
@@ -273,7 +273,8 @@ class Runner(ModelRunner):
             is_padding = slots < 0
             read = slots.masked_fill(is_padding, states.read_trash_slot)
             write = slots.masked_fill(is_padding, states.write_trash_slot)
-        return Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True, read_slots=read, write_slots=write)
+        pages = table[self.cache.allocator.index]
+        return Group(slice(0, len(lengths)), 1, pages, lengths, has_past=True, read_slots=read, write_slots=write)
 
     def _request_of(self, each: FutureRequestState) -> Request:
         name, states = each.state.request_id, self.cache.states

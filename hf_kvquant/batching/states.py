@@ -1,12 +1,9 @@
 """States of linear attention and convolutions in continuous batching: one slot of the cache's memory for each request.
 
 Some layers keep a state of fixed size for a sequence instead of keys and values: the last inputs of a convolution, and
-a matrix that sums up all tokens. Here the states of all layers of a request lie side by side in one slot. Slots come
-from the same sectors as pages, through an allocator of transformers' own kind. So transformers counts, copies (for
-forks), offloads and frees them as it does pages, and memory goes to whichever is needed.
-
-A slot has a number, and its bytes stay where they are. The numbers of a captured step are in transformers' block
-table, which is on the device. `state_layers.py` decides what reads slots and writes them.
+a matrix that sums up all tokens. Here the states of all layers of a request lie side by side in one slot: see
+`slots.py`. The numbers of a captured step are in transformers' block table, which is on the device. `state_layers.py`
+decides what reads slots and writes them.
 """
 
 from __future__ import annotations
@@ -21,11 +18,12 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
-from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, CachePool
+from transformers.generation.continuous_batching.cache_allocators import CachePool
 
 from ..graphs.state_steps import SlotStates
-from ..spec.pages import PART_ALIGNMENT, Part
+from ..spec.pages import Part, aligned
 from .batch import Group
+from .slots import SlotAllocator
 
 # The allocator's key in a cache, which names its allocators after types of layers.
 STATES = "linear_attention"
@@ -71,14 +69,14 @@ class StateLayout:
                 for state_idx, state in states.items():
                     if state is not None:
                         found.append(StatePart(is_conv, state_idx, begin, tuple(state.shape[1:]), state.dtype))
-                        begin = _aligned(found[-1].end)
+                        begin = aligned(found[-1].end)
             parts[index] = tuple(found)
         return cls(parts)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the states of one request: a multiple of `PART_ALIGNMENT`."""
-        return _aligned(max(part.end for parts in self.parts.values() for part in parts))
+        return aligned(max(part.end for parts in self.parts.values() for part in parts))
 
     @property
     def num_bytes_of_layer(self) -> int:
@@ -99,47 +97,23 @@ class StateLayout:
             sizes.append(torch.float32.itemsize * (convs + heads))
         return max(sizes)
 
-    def sector(self, bytes_per_block: int) -> tuple[int, int]:
-        """Bytes of a sector that blocks of pages divide, and of the slots that divide it, too.
-
-        A sector is one slot, or one block of pages if several slots fit into that.
-        """
-        if self.num_bytes > bytes_per_block:
-            size = -(-self.num_bytes // bytes_per_block) * bytes_per_block
-            return size, size
-        assert bytes_per_block % PART_ALIGNMENT == 0
-        units = bytes_per_block // PART_ALIGNMENT
-        most = bytes_per_block // self.num_bytes
-        return bytes_per_block, bytes_per_block // next(n for n in range(most, 0, -1) if units % n == 0)
-
     def planes(self, memory: Tensor, stride: int) -> dict[int, list[tuple[StatePart, Tensor]]]:
         """Each part over all slots, as a view `[slots, *shape]`, by index of the layer.
 
         Args:
-            memory: `[bytes]` uint8, contiguous, from the start of its storage.
+            memory: See `Part.over`.
             stride: Bytes of a slot, a multiple of `PART_ALIGNMENT`.
         """
-        assert memory.dtype == torch.uint8 and memory.is_contiguous() and memory.storage_offset() == 0
-        assert stride % PART_ALIGNMENT == 0 and stride >= self.num_bytes
-        found: dict[int, list[tuple[StatePart, Tensor]]] = {}
-        for index, parts in self.parts.items():
-            found[index] = []
-            for part in parts:
-                size, shape = part.dtype.itemsize, (memory.numel() // stride, *part.shape)
-                strides = stride // size, *torch.empty(part.shape, device="meta").stride()
-                plane = memory.view(part.dtype).as_strided(shape, strides, part.begin // size)
-                found[index].append((part, plane))
-        return found
+        assert stride >= self.num_bytes
+        count = memory.numel() // stride
+        return {
+            index: [(part, part.over(memory, 0, stride, count)) for part in parts]
+            for index, parts in self.parts.items()
+        }
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // PART_ALIGNMENT) * PART_ALIGNMENT
-
-
-class StateAllocator(CacheAllocator):
-    """Gives each request one slot, from its first step to its end.
-
-    transformers calls what an allocator gives out a block. Here that is a slot, with a single page.
+class StateAllocator(SlotAllocator):
+    """Gives each request one slot for its states. `Snapshots` take slots, too.
 
     Args:
         index: Among the allocators of the cache.
@@ -151,29 +125,18 @@ class StateAllocator(CacheAllocator):
         planes: See `StateLayout.planes`.
     """
 
-    supports_block_sharing = False
-    supports_block_table = True
     layer_type = STATES
-    rows_per_token = 1
 
     def __init__(self, index: int, layout: StateLayout, bytes_per_slot: int) -> None:
+        super().__init__(index, list(layout.parts), bytes_per_slot)
         self.layout = layout
         self.planes: dict[int, list[tuple[StatePart, Tensor]]] = {}
-        self._before_cache_tensor_init(
-            index=index,
-            layer_indices=[0],  # one page in a block, for the states of all layers
-            tokens_per_page=1,
-            bytes_per_page=bytes_per_slot,
-            allow_block_sharing=False,
-        )
-        self.layer_indices = list(layout.parts)
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool
     ) -> None:
         """Make the planes of every layer over the cache's bytes."""
-        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
-        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
         self.planes = self.layout.planes(cache_tensor, self.bytes_per_block)
 
     @property
@@ -185,11 +148,6 @@ class StateAllocator(CacheAllocator):
     def write_trash_slot(self) -> int:
         """The slot that padding writes. Nobody reads it."""
         return self.blocks_per_sector
-
-    def slot_of(self, request_id: str) -> int:
-        """The number of a request's slot."""
-        (slot,) = self.block_table[request_id]
-        return slot
 
     def take(self) -> int | None:
         """A free slot; `None` if there is no memory for one. Whoever takes it gives it back to the pool."""
@@ -203,39 +161,6 @@ class StateAllocator(CacheAllocator):
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the states of one slot to another. Their numbers do not go to the device, which nothing waits for."""
         self._copy_view[target].copy_(self._copy_view[source])
-
-    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """See `CacheAllocator`. A request needs one slot, of whatever length it is."""
-        return int(request_id not in self.block_table)
-
-    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
-        """See `CacheAllocator`. A new slot has what others left in it: a first chunk does not read it."""
-        if request_id not in self.block_table:
-            self.block_table[request_id] = self.pool.get_free_blocks(self.index, 1)
-
-    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        """Write the number of a request's slot to the start of `block_table`, `[columns]` int32."""
-        block_table[0] = self.slot_of(request_id)
-
-    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """0: nothing here has a length."""
-        return 0
-
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """None: states are read by their slot."""
-        return []
-
-    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """None, likewise."""
-        return []
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: a layer with a state alone has no keys and values."""
-        raise NotImplementedError("continuous batching: a slot must hold states, got keys and values for it.")
-
-    def get_cache_for_block_table(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Refused, too."""
-        return self.update()
 
 
 class GroupLayer(LinearAttentionLayer):
@@ -285,17 +210,6 @@ class GroupLayer(LinearAttentionLayer):
     def as_cache(self, layer_idx: int) -> Cache:
         """A cache that has this layer at its index."""
         return Cache(layers=[self] * (layer_idx + 1))
-
-
-def add_lengths(inputs: Any) -> None:
-    """Give the inputs of steps the lengths that transformers expects of each allocator: zero, and read by nobody.
-
-    Args:
-        inputs: A `ContinuousBatchingIOs`. It has lengths for full and sliding attention (5.24).
-    """
-    (some, *_) = inputs.cumulative_seqlens_k.values()
-    inputs.cumulative_seqlens_k[STATES] = torch.zeros_like(some)
-    inputs.total_seqlen_k[STATES] = inputs.max_length_k[STATES] = 0
 
 
 @contextlib.contextmanager

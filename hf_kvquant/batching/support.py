@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -36,10 +34,7 @@ from ..upstream.releases import (
     VERSION,
 )
 
-logger = logging.getLogger(__name__)
-
 WHERE = "init_continuous_batching"
-_MOST_TOKENS = 2**30  # of a page that has room for everything
 
 # Layers with a sliding window keep all of their tokens. Rings in pages of their own would need fewer, but transformers
 # takes the pages of all kinds of layers from sectors of the least common multiple of their bytes.
@@ -178,9 +173,6 @@ def pages_of(
 ) -> dict[int, PageLayout]:
     """The page of every layer with keys and values. Sends one token through the model to see what its caches keep.
 
-    Pages have `page_size` tokens. If that is transformers' default, and the number of pages is not given either, they
-    have more where one must hold the dense windows of a request.
-
     Args:
         model: As in `check_served`.
         config: Likewise.
@@ -204,18 +196,9 @@ def pages_of(
             "with the cache and with its keys and values as they are cached, got other calls. Use generate, or unpatch "
             "the model."
         )
-    roomy, formats_by_layer = {}, formats_of(text_config_of(model), config)
+    pages, formats_by_layer = {}, formats_of(text_config_of(model), config)
     for index, (key, value) in states.items():
-        formats = formats_by_layer[index]
+        formats, head_dims = formats_by_layer[index], (key.shape[3], value.shape[3])
         layout = KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
-        roomy[index] = PageLayout(layout, key.shape[1], (key.shape[3], value.shape[3]), key.dtype, _MOST_TOKENS)
-    num_tokens, least = batching.page_size, max(page.least_tokens for page in roomy.values())
-    if num_tokens == ContinuousBatchingConfig.page_size < least and batching.num_blocks is None:
-        logger.info(
-            "%s: pages have %d tokens instead of %d, so that one holds the dense windows of a request.",
-            WHERE,
-            least,
-            num_tokens,
-        )
-        num_tokens = least
-    return {index: dataclasses.replace(page, num_tokens=num_tokens) for index, page in roomy.items()}
+        pages[index] = PageLayout(layout, key.shape[1], head_dims, key.dtype, batching.page_size)
+    return pages

@@ -88,10 +88,10 @@ class Operands:
                 padding out of its scales, and the first `sink_length` tokens are counted from here.
             page_table: `[batch, pages of a sequence]` int32 on the same device, if the first axis of the planes counts
                 pages: token t is in row t mod P of page `page_table[b, t // P]`, P being the rows of a page. With
-                granularity `channel` or dense windows, two columns come first: the page whose tails the sequence has,
-                and the first token that these may have (`reference.TailPages`). Rows may have gaps between them. Pages
-                that hold no token may have any number. On a CPU other numbers are refused; on a GPU, where the host
-                does not know them, they mean page 0.
+                granularity `channel` or dense windows, two columns come first: the slot of the sequence's tails, an
+                index into the first axis of tail planes, and the first token that these may have (`reference.Tails`).
+                Rows may have gaps between them. Pages that hold no token may have any number. On a CPU other numbers
+                are refused; on a GPU, where the host does not know them, they mean page 0 or slot 0.
         """
         self._append(key, value, *self._planes, lengths, starts, *self._kinds, page_table)
 

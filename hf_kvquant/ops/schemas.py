@@ -112,6 +112,11 @@ class _Cache:
     key_transform: KeyTransform | None
     tail_from: Tensor | None = None
 
+    @property
+    def num_tails(self) -> int:
+        """The first axis of the tail planes, those of keys if they have one; 0 without tails."""
+        return next((len(planes.tail) for planes in self.planes if planes.tail is not None), 0)
+
     @classmethod
     def of(cls, where: str, arguments: Arguments) -> _Cache:
         try:
@@ -298,10 +303,10 @@ def _linear(cache: _Cache, arguments: Arguments, *, writes: bool = True) -> Iter
         yield cache
         return
     tails, table = reference.split_tails(page_table, cache.layout.has_tail)
-    tail_page, tail_from = (None, None) if tails is None else tails
+    tail_slot, tail_from = (None, None) if tails is None else tails
     block_sizes = [each.block_size for each in cache.layout.formats]
     key_planes, value_planes = planes = [
-        reference.gather_pages(side, table, tail_page, block_size)
+        reference.gather_pages(side, table, tail_slot, block_size)
         for side, block_size in zip(cache.planes, block_sizes, strict=True)
     ]
     yield dataclasses.replace(cache, planes=(key_planes, value_planes), tail_from=tail_from)
@@ -310,7 +315,7 @@ def _linear(cache: _Cache, arguments: Arguments, *, writes: bool = True) -> Iter
         for gathered, side, block_size in zip(planes, cache.planes, block_sizes, strict=True):
             # A block gets its codes when the window has left it.
             num_written = key.shape[2] + (0 if block_size is None else cache.layout.residual_length)
-            reference.scatter_pages(gathered, side, table, tail_page, lengths, num_written, block_size)
+            reference.scatter_pages(gathered, side, table, tail_slot, lengths, num_written, block_size)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -331,7 +336,7 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
         expected = f"heads and a capacity that is a multiple of {alignment}"
         raise ValueError(f"{where}: `key_planes.codes` must have {expected}, got {[slots, heads, rows]}.")
     if arguments["page_table"] is not None:
-        _check_pages(where, arguments["page_table"], cache.layout, slots, rows)
+        _check_pages(where, arguments["page_table"], cache, slots, rows)
     if arguments.get("split_plan") is not None:
         _check_split_plan(where, arguments, cache.layout)
     for name, (x, sizes, dtypes) in _expected(where, arguments, cache).items():
@@ -351,11 +356,12 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
             "Make a larger cache (max_cache_len), or crop or reset this one."
         )
     if arguments["page_table"] is not None:
-        _check_page_numbers(where, arguments["page_table"], cache.layout, lengths, num_new, slots, rows)
+        _check_page_numbers(where, arguments["page_table"], cache, lengths, num_new, slots, rows)
     return cache
 
 
-def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: int, page_rows: int) -> None:
+def _check_pages(where: str, page_table: Tensor, cache: _Cache, num_pages: int, page_rows: int) -> None:
+    layout = cache.layout
     if layout.is_ring or any(each.granularity == "tensor" for each in layout.formats):
         raise ValueError(
             f"{where}: `page_table` must be None for this layout, got a tensor: rings and granularity tensor have no "
@@ -373,6 +379,8 @@ def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: in
             f"{where}: `page_table` must begin with {reference.NUM_TAIL_COLUMNS} columns of tails for this layout, got "
             f"{list(page_table.shape)}."
         )
+    if layout.has_tail and cache.num_tails == 0:
+        raise ValueError(f"{where}: `page_table` must be None for tail planes without slots, got a tensor.")
 
 
 def _check_split_plan(where: str, arguments: Arguments, layout: KVLayout) -> None:
@@ -399,18 +407,18 @@ def _check_split_plan(where: str, arguments: Arguments, layout: KVLayout) -> Non
 
 
 def _check_page_numbers(
-    where: str, page_table: Tensor, layout: KVLayout, lengths: Tensor, num_new: int, num_pages: int, page_rows: int
+    where: str, page_table: Tensor, cache: _Cache, lengths: Tensor, num_new: int, num_pages: int, page_rows: int
 ) -> None:
     if lengths.device.type != "cpu":  # the host would have to wait for the numbers
         return
-    tails, page_table = reference.split_tails(page_table, layout.has_tail)
+    tails, page_table = reference.split_tails(page_table, cache.layout.has_tail)
     if tails is not None:
-        is_bad = (lengths > 0) & ((tails.page < 0) | (tails.page >= num_pages))
+        is_bad = (lengths > 0) & ((tails.slot < 0) | (tails.slot >= cache.num_tails))
         if bool(is_bad.any()):
             b = int(is_bad.nonzero()[0])
             raise ValueError(
-                f"{where}: `page_table` must begin with a page from 0 to {num_pages - 1} for the tail, got "
-                f"{int(tails.page[b])} for sequence {b}."
+                f"{where}: `page_table` must begin with a slot from 0 to {cache.num_tails - 1} for the tail, got "
+                f"{int(tails.slot[b])} for sequence {b}. Give every sequence a slot of the tail planes."
             )
         most = (lengths - num_new).clamp(min=0)
         is_bad = (lengths > 0) & ((tails.tail_from < 0) | (tails.tail_from > most) | (tails.tail_from % BLOCK_SIZE > 0))
@@ -433,7 +441,9 @@ def _check_page_numbers(
 def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expected]:
     """What the tensors of a call must be, by name."""
     slots, heads, rows, _ = arguments["key_planes"][0].shape
-    batch = slots if arguments["page_table"] is None else arguments["page_table"].shape[0]
+    batch, num_tails = slots, slots
+    if arguments["page_table"] is not None:
+        batch, num_tails = arguments["page_table"].shape[0], cache.num_tails
     expected: dict[str, Expected] = {}
     q_len = arguments["query" if "query" in arguments else "key"].shape[2]
     for side, planes, kv_format, head_dim in zip(
@@ -441,7 +451,7 @@ def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expe
     ):
         shapes = kv_format.plane_shapes(slots, heads, head_dim, rows, **cache.layout.windows)
         if planes.tail is not None and kv_format.serves_tail(planes.tail.shape[2], **cache.layout.windows):
-            shapes["tail"] = slots, heads, planes.tail.shape[2], head_dim
+            shapes["tail"] = num_tails, heads, planes.tail.shape[2], head_dim
         new = arguments[side]
         if (new is None) != (arguments["key"] is None):
             raise ValueError(f"{where}: `{side}` must be given exactly where `key` is. Give both or neither.")

@@ -100,11 +100,6 @@ class KVLayout:
         return any(each.tail_rows(**self.windows) > 0 for each in self.formats)
 
     @property
-    def has_windows(self) -> bool:
-        """Whether a tail has more than the tokens of an unfinished block."""
-        return self.has_tail and any(self.windows.values())
-
-    @property
     def packed(self) -> list[int]:
         """The layout as the integers that ops take, in the order of `LAYOUT_FIELDS`."""
         sides = [number for each in self.formats for number in _pack(each)]

@@ -643,44 +643,44 @@ def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) 
     return torch.lerp(out, other, weight.to(out.dtype)), torch.logaddexp(lse, other_lse)
 
 
-class TailPages(NamedTuple):
+class Tails(NamedTuple):
     """What a page table says of tails: its first columns, `[batch]` int32 each.
 
     Attributes:
-        page: The page that has the sequence's tail.
+        slot: The sequence's tail, as an index into the first axis of tail planes. Slots are not pages: there may be
+            more of them or fewer.
         tail_from: The first token that this tail may have, besides sinks. 0, or the number of tokens that the sequence
             took over from another one as codes: a multiple of `BLOCK_SIZE`, at most the tokens held before this call.
     """
 
-    page: Tensor
+    slot: Tensor
     tail_from: Tensor
 
 
 # Columns of a page table before the pages of tokens, if a layout has tails.
-NUM_TAIL_COLUMNS = len(TailPages._fields)
+NUM_TAIL_COLUMNS = len(Tails._fields)
 
 
-def split_tails(page_table: Tensor, has_tails: bool) -> tuple[TailPages | None, Tensor]:
+def split_tails(page_table: Tensor, has_tails: bool) -> tuple[Tails | None, Tensor]:
     """What a page table says of tails, or `None`, and the pages of tokens, `[batch, pages]` int32."""
     if not has_tails:
         return None, page_table
-    return TailPages(*page_table[:, :NUM_TAIL_COLUMNS].unbind(1)), page_table[:, NUM_TAIL_COLUMNS:]
+    return Tails(*page_table[:, :NUM_TAIL_COLUMNS].unbind(1)), page_table[:, NUM_TAIL_COLUMNS:]
 
 
 def gather_pages(
-    planes: Planes, page_table: Tensor, tail_page: Tensor | None = None, block_size: int | None = None
+    planes: Planes, page_table: Tensor, tail_slot: Tensor | None = None, block_size: int | None = None
 ) -> Planes:
     """Copy the pages of every sequence side by side: the planes of `page_table.shape[0]` sequences.
 
     Args:
-        planes: The first axis counts pages.
-        page_table: `[batch, pages of a sequence]` int32, tail pages left out: see `split_tails`. Numbers that are no
-            page stand for pages without tokens.
-        tail_page: `[batch]` int32: whose tail a sequence has; `None` without tails.
+        planes: The first axis counts pages, that of a tail slots.
+        page_table: `[batch, pages of a sequence]` int32, columns of tails left out: see `split_tails`. Numbers that are
+            no page stand for pages without tokens.
+        tail_slot: `[batch]` int32: which tail a sequence has; `None` without tails.
         block_size: Of the format; `None` without channel scales.
     """
-    last = len(planes.codes) - 1
-    page = page_table.clamp(0, last).long()
+    page = page_table.clamp(0, len(planes.codes) - 1).long()
     axes = planes.token_axes(block_size)
 
     def gather(name: str, plane: Tensor | None) -> Tensor | None:
@@ -688,16 +688,16 @@ def gather_pages(
 
     codes, scale, zero = (gather(name, getattr(planes, name)) for name in ("codes", "scale", "zero"))
     assert codes is not None
-    if planes.tail is None or tail_page is None:
+    if planes.tail is None or tail_slot is None:
         return Planes(codes, scale, zero)
-    return Planes(codes, scale, zero, planes.tail[tail_page.clamp(0, last).long()])
+    return Planes(codes, scale, zero, planes.tail[tail_slot.clamp(0, len(planes.tail) - 1).long()])
 
 
 def scatter_pages(
     gathered: Planes,
     planes: Planes,
     page_table: Tensor,
-    tail_page: Tensor | None,
+    tail_slot: Tensor | None,
     lengths: Tensor,
     num_written: int,
     block_size: int | None,
@@ -714,9 +714,9 @@ def scatter_pages(
     for name, axis in axes.items():
         old, new = getattr(planes, name), getattr(gathered, name)
         old[page] = new.unflatten(axis, (num_pages, old.shape[axis])).movedim(axis, 1)[sequence, number]
-    if planes.tail is not None and gathered.tail is not None and tail_page is not None:
+    if planes.tail is not None and gathered.tail is not None and tail_slot is not None:
         is_held = lengths > 0
-        planes.tail[tail_page[is_held].long()] = gathered.tail[is_held]
+        planes.tail[tail_slot[is_held].long()] = gathered.tail[is_held]
 
 
 # --- operations between linear layers ---------------------------------------------------------------------------------

@@ -47,7 +47,8 @@ struct Laps {
   int shift;            // ⌈log2 of the blocks of a lap⌉
   const int32_t* pages;  // of the laps of a sequence; the next sequence is page_stride further; nullptr: none
   int page_stride, num_pages;
-  const int32_t* tail_pages;  // CacheParams::tail_pages
+  const int32_t* tail_columns;  // CacheParams::tail_columns
+  int num_tails;
 
   // The number of the lap that a position is in; exact below kMaxRingLength, that is, 2²³ blocks.
   KVQ_BOTH int number(int position) const {
@@ -75,37 +76,39 @@ struct Laps {
   __device__ __forceinline__ int entry(int b, int position) const {
     return pages == nullptr ? b : load_kept(pages + int64_t{b} * page_stride + number(position));
   }
-  __device__ __forceinline__ int slot_of(int entry) const { return pages == nullptr ? entry : checked(entry); }
+  __device__ __forceinline__ int slot_of(int entry) const {
+    return pages == nullptr ? entry : checked(entry, num_pages);
+  }
 
   // The same for a tail.
   __device__ __forceinline__ int tail_slot(int b) const {
-    return tail_pages == nullptr ? b : checked(load_kept(tail_pages + int64_t{b} * page_stride));
+    return tail_columns == nullptr ? b : checked(load_kept(tail_columns + int64_t{b} * page_stride), num_tails);
   }
 
   // The first token that this tail may have, of `length` tokens: whole blocks.
   __device__ __forceinline__ int tail_from(int b, int length) const {
-    if (tail_pages == nullptr) return 0;
-    const int first = load_kept(tail_pages + int64_t{b} * page_stride + 1);
+    if (tail_columns == nullptr) return 0;
+    const int first = load_kept(tail_columns + int64_t{b} * page_stride + 1);
     return max(min(first, length), 0) / kBlockSize * kBlockSize;
   }
 
  private:
-  __device__ __forceinline__ int checked(int page) const {
-    return static_cast<unsigned>(page) < static_cast<unsigned>(num_pages) ? page : 0;
+  static __device__ __forceinline__ int checked(int number, int count) {
+    return static_cast<unsigned>(number) < static_cast<unsigned>(count) ? number : 0;
   }
 #endif
 };
 
 inline Laps laps_of(const CacheParams& params) {
   const bool is_paged = params.page_table != nullptr;
-  if (!params.is_ring && !is_paged) return {INT32_MAX, 0, 0, nullptr, 0, 0, nullptr};
+  if (!params.is_ring && !is_paged) return {INT32_MAX, 0, 0, nullptr, 0, 0, nullptr, 0};
   const int num_rows = is_paged ? params.page_rows : params.capacity;
   const auto num_blocks = static_cast<uint32_t>(num_rows) / kBlockSize;
   int shift = 0;
   while (uint64_t{1} << shift < num_blocks) ++shift;
   const uint64_t unit = uint64_t{1} << (23 + shift);
   return {num_rows,         static_cast<unsigned>((unit + num_blocks - 1) / num_blocks), shift, params.page_table,
-          params.page_table_stride, params.num_pages, params.tail_pages};
+          params.page_table_stride, params.num_pages, params.tail_columns, params.num_tails};
 }
 
 // The most tokens of a sequence that there is room for. Kernels skip tokens beyond it.

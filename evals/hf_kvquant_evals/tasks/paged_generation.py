@@ -22,7 +22,7 @@ POLL_S = 1.0
 MARGIN = 2
 # Tokens of a forward.
 LEAST_TOKENS = 1024
-# Of the pages, the share that is given out, since those of a cancelled request may be in use for one more step.
+# Of the memory, the share that is given out, since that of a cancelled request may be in use for one more step.
 PAGES_SHARE = 0.8
 
 
@@ -71,12 +71,13 @@ def generate(
     generation_config = greedy_config(model.generation_config)
     generation_config.max_length = None
     options = {
-        "num_blocks": max(num_pages, *(prompt.num_pages for prompt in prompts)) + 2,  # one may be for a tail
+        "num_pages": max(num_pages, *(prompt.num_pages for prompt in prompts)) + 1,
+        "num_tails": 1,
         "max_batch_tokens": max(LEAST_TOKENS, 2 * max(len(prompt.tokens) for prompt in prompts)),
         "allow_block_sharing": False,  # a shared prefix would be read as codes
     }
     pages = Pages(model, config, generation_config, **options)
-    run = _Run(pages.manager, tokenizer, options["num_blocks"], options["max_batch_tokens"])
+    run = _Run(pages.manager, tokenizer, options["max_batch_tokens"])
     try:
         pages.manager.start()
         written = run.all(prompts, tell)
@@ -91,9 +92,8 @@ class _Run:
     So no prompt is cut into parts, of which the later ones would read codes, and none starts again for lack of pages.
     """
 
-    def __init__(self, manager: Any, tokenizer: PreTrainedTokenizerBase, num_pages: int, max_tokens: int) -> None:
-        self._manager, self._tokenizer = manager, tokenizer
-        self._num_pages, self._max_tokens = num_pages, max_tokens
+    def __init__(self, manager: Any, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        self._manager, self._tokenizer, self._max_tokens = manager, tokenizer, max_tokens
         self._running: dict[str, int] = {}  # to the index of the prompt
         self._unread: set[str] = set()  # of these, those without a first token
 
@@ -132,10 +132,10 @@ class _Run:
             return True
         running = [prompts[each] for each in self._running.values()]
         unread = sum(len(prompts[self._running[name]].tokens) for name in self._unread)
-        num_tails = self._manager.batch_processor.cache.allocator.num_tails
-        pages = sum(prompt.num_pages + num_tails for prompt in [*running, prompts[index]])
+        cache, needed = self._manager.batch_processor.cache, [*running, prompts[index]]
+        sectors = cache.sectors_for(sum(prompt.num_pages for prompt in needed), len(needed))
         return (
-            pages <= self._num_pages * PAGES_SHARE
+            sectors <= cache.num_sectors * PAGES_SHARE
             and unread + len(prompts[index].tokens) + len(running) <= self._max_tokens
         )
 

@@ -32,12 +32,25 @@ CHUNK_SIZE = ops.MAX_DRAFTED
 PAGES_PER_ROW = 32
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Memory of a first chunk.
+
+    Attributes:
+        pages: Their numbers, in order.
+        slot: That of its tail; `None` if no layer has one.
+    """
+
+    pages: list[int]
+    slot: int | None
+
+
 @dataclasses.dataclass
 class Place:
     """A row in the pages.
 
     Attributes:
-        pages: Of the row, in order, as in a page table: `[pages]` int32.
+        pages: The row's row of a page table: `[columns]` int32.
         later: The tokens that come after its first chunk.
         first: Tokens of the first chunk.
     """
@@ -63,12 +76,15 @@ class Scorer:
     def __init__(self, model: PreTrainedModel, config: KVQuantConfig, batch_size: int, max_length: int) -> None:
         self._model: Any = model
         self._budget = batch_size * CHUNK_SIZE
-        self._num_pages = 2 * (_pages(max_length + 1) + 1) + PAGES_PER_ROW * batch_size
-        options = {"num_blocks": self._num_pages, "max_batch_tokens": self._budget}
-        # Nothing is captured, since the manager does not run.
-        self._pages = Pages(model, config, GenerationConfig(), use_cuda_graph=False, **options)
-        allocator = self._pages.cache.allocator
-        self._num_tails, self._row_of = allocator.num_tails, allocator.row_of
+        # Room for one row at least, and its context. Nothing is captured, since the manager does not run.
+        num_pages = 2 * _pages(max_length + 1) + PAGES_PER_ROW * batch_size
+        options: dict[str, Any] = {"num_tails": 2, "max_batch_tokens": self._budget, "use_cuda_graph": False}
+        self._pages = Pages(model, config, GenerationConfig(), num_pages, **options)
+        cache = self._pages.cache
+        self._row_of = cache.allocator.row_of
+        self._page_bytes: int = cache.allocator.bytes_per_block
+        self._tail_bytes: int = 0 if cache.tails is None else cache.tails.bytes_per_block
+        self._num_bytes = cache.num_sectors * cache.bytes_per_sector
         self._device = model.device
         types, kwargs = layers_of(text_config_of(model))
         self._windows = [
@@ -83,20 +99,24 @@ class Scorer:
     def batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
         """The rows of each batch: longest contexts first, rows of the same context together."""
         batch: list[Row] = []
-        tokens, pages, last = [0, 0], 0, None
+        tokens, held, last = [0, 0], 0, None
         for row in sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed)):
             is_new = row.context != last
             added = row.first_chunk if is_new else 0, min(CHUNK_SIZE, len(row.fed) + 1)
-            needed = self._num_tails + _pages(len(row.context) + len(row.fed)) + is_new * (1 + self._num_tails)
+            needed = self._bytes_of(row, is_new)
             sums = [before + more for before, more in zip(tokens, added, strict=True)]
-            if batch and (max(sums) > self._budget or pages + needed > self._num_pages):
+            if batch and (max(sums) > self._budget or held + needed > self._num_bytes):
                 yield batch
-                batch, pages, sums = [], 0, [row.first_chunk, added[1]]
-                needed = _pages(len(row.context) + len(row.fed)) + 1 + 2 * self._num_tails
+                batch, held, sums = [], 0, [row.first_chunk, added[1]]
+                needed = self._bytes_of(row, True)
             batch.append(row)
-            tokens, pages, last = sums, pages + needed, row.context
+            tokens, held, last = sums, held + needed, row.context
         if batch:
             yield batch
+
+    def _bytes_of(self, row: Row, is_new: bool) -> int:
+        """Memory of a row; of its context, too, if that is new: a page that is not full, and a tail."""
+        return (_pages(len(row.context) + len(row.fed)) + is_new) * self._page_bytes + (1 + is_new) * self._tail_bytes
 
     def score(self, rows: Sequence[Row]) -> tuple[list[Score], int, int]:
         """The scores of a batch, the pairs that were read from codes, and those that had to be."""
@@ -133,35 +153,43 @@ class Scorer:
 
     def _place(
         self, rows: Sequence[Row], firsts: Sequence[tuple[int, ...]]
-    ) -> tuple[list[Place], dict[tuple[int, ...], list[int]]]:
-        """The pages of every row and of every first chunk. What is to be copied is copied by `_first`."""
+    ) -> tuple[list[Place], dict[tuple[int, ...], Held]]:
+        """The memory of every row and of every first chunk. What is to be copied is copied by `_first`.
+
+        Pages are taken from the begin of the cache's memory and slots from its end, so that they do not meet.
+        """
         numbers = itertools.count()
-        held = {first: [next(numbers) for _ in range(self._num_tails + _pages(len(first)))] for first in firsts}
+        slots: Iterator[int | None] = itertools.repeat(None)
+        if self._tail_bytes:
+            slots = itertools.count(self._pages.cache.cache_tensor.numel() // self._tail_bytes - 1, -1)
+        held = {first: Held([next(numbers) for _ in range(_pages(len(first)))], next(slots)) for first in firsts}
         places = []
         self._moves: dict[int, int] = {}
+        self._tail_moves: dict[int, int] = {}
         for row in rows:
             first = row.context[: row.first_chunk]
-            tails, pages = held[first][: self._num_tails], held[first][self._num_tails :]
+            pages, slot = held[first].pages, next(slots)
             shared = pages[: len(first) // PAGE_SIZE]
-            own_tails = [next(numbers) for _ in tails]
             own = [next(numbers) for _ in range(_pages(len(row.context) + len(row.fed)) - len(shared))]
-            self._moves.update(zip(own_tails, tails, strict=True))
             if own and len(pages) > len(shared):
                 self._moves[own[0]] = pages[-1]
-            all_pages = self._row_of([*own_tails, *shared, *own])
-            places.append(Place(all_pages, (row.context + row.fed)[len(first) :], len(first)))
+            source = held[first].slot
+            if slot is not None and source is not None:
+                self._tail_moves[slot] = source
+            columns = self._row_of([*shared, *own], slot)
+            places.append(Place(columns, (row.context + row.fed)[len(first) :], len(first)))
         return places, held
 
     def _first(
-        self, firsts: Sequence[tuple[int, ...]], held: dict[tuple[int, ...], list[int]]
+        self, firsts: Sequence[tuple[int, ...]], held: dict[tuple[int, ...], Held]
     ) -> dict[tuple[int, ...], Tensor]:
         """Fill pages with first chunks. Returns log-probabilities behind those of one token, `[1, vocab_size]`."""
         ends = list(itertools.accumulate(map(len, firsts)))
         singles = [first for first in firsts if len(first) == 1]
         keep = [end - 1 for first, end in zip(firsts, ends, strict=True) if len(first) == 1] or [0]
-        requests = [Request(0, len(first), self._row_of(held[first])) for first in firsts]
+        requests = [Request(0, len(first), self._row_of(held[first].pages, held[first].slot)) for first in firsts]
         scored = self._forward(requests, firsts, torch.tensor(keep, device=self._device))
-        self._pages.copy(self._moves)
+        self._pages.copy(self._moves, self._tail_moves)
         return {first: scored[index : index + 1] for index, first in enumerate(singles)}
 
     def _later(self, rows: Sequence[Row], places: Sequence[Place], take: Callable[[int, int, Tensor], None]) -> None:

@@ -21,6 +21,8 @@ from hf_kvquant.upstream.releases import HAS_PAGES
 if HAS_PAGES:
     from transformers import ContinuousBatchingConfig
 
+    from hf_kvquant.batching.cache import blocks_for_tails
+
 PAGE_SIZE = 128  # tokens: the least that there is, since most texts of tasks are short
 
 
@@ -66,6 +68,8 @@ class Pages:
         model: Patched with `config`.
         config: Of its cache.
         generation_config: Of the manager.
+        num_pages: Of tokens.
+        num_tails: Requests whose tails have room besides, if the config keeps some tokens dense.
         **batching: Arguments of `ContinuousBatchingConfig`.
 
     Attributes:
@@ -77,12 +81,21 @@ class Pages:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: KVQuantConfig, generation_config: GenerationConfig, **batching: Any
+        self,
+        model: PreTrainedModel,
+        config: KVQuantConfig,
+        generation_config: GenerationConfig,
+        num_pages: int,
+        num_tails: int,
+        **batching: Any,
     ) -> None:
         check_version()
         init: Any = model.init_continuous_batching
         options = {"page_size": PAGE_SIZE, **batching}
         self.manager = init(generation_config, ContinuousBatchingConfig(**options))
+        # Only now is known what a tail takes.
+        num_blocks = num_pages + blocks_for_tails(self.manager._layers, num_tails)
+        self.manager.continuous_batching_config.num_blocks = num_blocks
         # Counted before `warmup` captures what is counted.
         self.manager.batch_processor = self.manager._create_batch_processor()
         self.cache = self.manager.batch_processor.cache
@@ -101,9 +114,11 @@ class Pages:
         self._pairs.zero_()
         return found
 
-    def copy(self, moves: Mapping[int, int]) -> None:
-        """Copy pages of all layers, by the number of the page to write."""
-        self.cache.allocator.copy_blocks(list(moves.values()), list(moves))
+    def copy(self, pages: Mapping[int, int], tails: Mapping[int, int]) -> None:
+        """Copy pages of all layers, and tails, by the number of the page or slot to write."""
+        for allocator, moves in ((self.cache.allocator, pages), (self.cache.tails, tails)):
+            if moves:
+                allocator.copy_blocks(list(moves.values()), list(moves))
 
     def close(self) -> None:
         """Give the memory back, and the model its attention."""
@@ -124,4 +139,4 @@ def check_batched(model: PreTrainedModel, config: KVQuantConfig) -> None:
             "tokens there is not counted. Leave --batching out."
         )
     with patched(model, config):
-        Pages(model, config, GenerationConfig(), num_blocks=2, max_batch_tokens=1).close()
+        Pages(model, config, GenerationConfig(), num_pages=2, num_tails=1, max_batch_tokens=1).close()
