@@ -397,3 +397,25 @@ def test_batches_leave_states_in_their_slots(name: str, preset: str, monkeypatch
         assert batched(model, PROMPTS) == expected
         assert calls
         notes_on(model).fusion = None
+
+
+@torch.no_grad()
+def test_a_trial_has_few_sequences() -> None:
+    """However many a step has: PyTorch's version would hold all of their states several times."""
+    from hf_kvquant.graphs.trials import Chooser
+
+    original, seen, chooser, here = theirs("qwen3_5", DELTA), [], Chooser(), threading.get_ident()
+
+    def noted(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(query))
+        return original(query, *args, **kwargs)
+
+    for batch in (9, 7):
+        query, key, value, g, beta, state = delta_inputs((1, 2, 8, 8), batch)
+        slots = SlotStates(state, torch.arange(batch), torch.arange(batch))
+        expected, new = original(query, key, value, g, beta, state.clone(), True, True)
+        options = {"g": g, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        out, _ = REPLACED[DELTA](chooser, noted, here, query, key, value, initial_state=slots, **options)
+        torch.testing.assert_close((out, state), (expected, new))
+    assert seen and set(seen) == {4}, "the second step has the layout of the first one's trial"
+    assert len(seen) == 4

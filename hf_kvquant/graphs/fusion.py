@@ -61,7 +61,7 @@ def fused(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             fuse: Callable[..., Tensor | None]
             count = 1
-            if _is_norm(module) and _is_gated(type(module)):
+            if _is_norm(module) and _is_gated(type(module).forward):
                 fuse, count = functools.partial(_gated_norm, chooser, module), 2
             elif _is_norm(module):
                 fuse = functools.partial(_norm, chooser, additions, module)
@@ -132,9 +132,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _is_gated(norm: Any) -> bool:
-    """Whether a norm takes a gate, too."""
-    return "gate" in inspect.signature(norm.forward).parameters
+def _is_gated(forward: Function) -> bool:
+    """Whether the forward of a norm takes a gate, too."""
+    return "gate" in inspect.signature(forward).parameters
 
 
 def _norm(chooser: Chooser, additions: _Additions, module: Any, x: Tensor) -> Any:

@@ -32,6 +32,9 @@ _OTHER_OPTIONS = frozenset(
 # How far results may be off, in units of rounding of the largest: sums of up to 256 products in float32, and one
 # rounding to the dtype of results on either side.
 _ROUNDINGS, _SUM_ROUNDINGS = 2.0, 64.0
+# A trial has no more sequences than these. PyTorch's versions hold several copies of all states, which may be
+# gigabytes, and the number of sequences differs from one step of continuous batching to the next.
+_TRIED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +51,9 @@ class SlotStates:
     read: Tensor
     write: Tensor
 
-    def gathered(self) -> Tensor:
-        """A copy, `[batch, …]`."""
-        return self.plane.index_select(0, self.read)
+    def gathered(self, most: int | None = None) -> Tensor:
+        """A copy, `[batch, …]`, or of the first `most` sequences."""
+        return self.plane.index_select(0, self.read[:most])
 
     def store(self, states: Tensor) -> None:
         """Write `[batch, …]` to the slots."""
@@ -104,13 +107,14 @@ def conv_step(
             state = state.clone()
             return original(x, state, weight, bias, activation), state
 
+        few = hidden_states[:_TRIED]
         chosen = chooser.choose(
             CONV,
             (original, has_silu, bias is None),
-            (hidden_states, plane.narrow(0, 0, 1), weight),
+            (few, plane[:1], weight),
             theirs,
             {"one kernel, in another order": ours},
-            inputs=lambda: (hidden_states, plane if slots is None else slots.gathered()),
+            inputs=lambda: (few, plane[:_TRIED] if slots is None else slots.gathered(_TRIED)),
             draws=_conv_draws,
             is_same=is_close,
         )
@@ -172,13 +176,14 @@ def delta_step(
             return original(query, key, value, g=g, beta=beta, initial_state=state, **options)
 
         vectors = query, key, value, g, beta
+        few = [each[:_TRIED] for each in vectors]
         chosen = chooser.choose(
             DELTA,
             (original, use_qk_l2norm_in_kernel),
-            (*vectors, plane.narrow(0, 0, 1)),
+            (*few, plane[:1]),
             theirs,
             {"one kernel, in another order": ours},
-            inputs=lambda: (*vectors, plane if slots is None else slots.gathered()),
+            inputs=lambda: (*few, plane[:_TRIED] if slots is None else slots.gathered(_TRIED)),
             draws=_delta_draws,
             is_same=is_close,
         )
