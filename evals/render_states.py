@@ -87,8 +87,7 @@ def drift_columns(files: Results) -> dict[str, str]:
         "same next token": "{text.mean_agreement:.2%}",
         "perplexity": "{text.perplexity_change:+.3%}",
         "error of states": "{text.slow_error.4:.2%}",
-        "greedy": "{greedy.mean_kld:scientific}",
-        "sampled": "{sampled.mean_kld:scientific}",
+        **{each["kind"]: f"{{{each['kind']}.mean_kld:scientific}}" for each in files[DRIFT]["texts"][1:]},
         **({f"{files[SLOWER]['slower']:g} times slower": "{slower.kld.4:scientific}"} if SLOWER in files else {}),
     }
 
