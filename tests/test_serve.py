@@ -425,6 +425,7 @@ def test_metrics_count_what_happened(folder: str) -> None:
         assert (found["cache_room_tokens"], found["cache_pages"]) == (1024, 8)
         for name in ("requests_running", "requests_waiting", "cache_tokens", "cache_pages_used"):
             assert found[name] == 0, name
+        assert found["cache_free_ratio"] == 1
 
 
 def test_metrics_show_what_runs_and_what_waits(folder: str) -> None:
@@ -439,6 +440,7 @@ def test_metrics_show_what_runs_and_what_waits(folder: str) -> None:
 
             until(is_so)
             assert found["cache_pages_used"] >= 2
+            assert found["cache_free_ratio"] <= 1 - 2 / 16
             assert 4 < found["cache_tokens"] <= 2 * 156
             for job in jobs:
                 assert job.result().status_code == 200

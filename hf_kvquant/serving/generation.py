@@ -153,6 +153,8 @@ class Generation:
         metrics.gauge("cache_room_tokens", "Tokens that all pages have room for.", lambda: self.num_tokens)
         metrics.gauge("cache_pages_used", "Pages of running requests.", num_used_pages)
         metrics.gauge("cache_pages", "All pages.", lambda: cache.num_blocks)
+        free = "Memory of the cache that no running request holds, for pages or anything else, of all."
+        metrics.gauge("cache_free_ratio", free, cache.compute_free_capacity)
         states, most, snapshots = cache.states, cache.most_requests or 0, cache.snapshots
         held: Any = {} if states is None else states.block_table
         metrics.gauge("cache_states_used", "States of running requests, in models that keep some.", lambda: len(held))
