@@ -429,12 +429,12 @@ Dense rotated(const char* name, const Tensor& x, const Tensor& query, Dtype dtyp
   return dense_of(x, dtype);
 }
 
-Dense angles(const char* name, const Tensor& x, const Tensor& query, Dtype dtype) {
+Dense angles(const char* name, const Tensor& x, const Tensor& query, int64_t rotary_dim, Dtype dtype) {
   check_like("rotary", name, x, "query", query);
   const int64_t batch = query.size(0);
   KVQ_CHECK(x.dim() == 3 && (x.size(0) == batch || x.size(0) == 1) && x.size(1) == query.size(2) &&
-                x.size(2) == query.size(3),
-            "rotary: `", name, "` must be [", batch, " or 1, ", query.size(2), ", ", query.size(3),
+                x.size(2) == rotary_dim,
+            "rotary: `", name, "` must be [", batch, " or 1, ", query.size(2), ", ", rotary_dim,
             "] like `query`, got ", shape_of(x), ".");
   KVQ_CHECK(x.stride(2) == 1, "rotary: `", name, "` must have contiguous channels, got stride ", x.stride(2),
             ". Call .contiguous().");
@@ -656,8 +656,13 @@ RotaryParams rotary_params(const Tensor& query, const Tensor& key, const Tensor&
             ". Use the model's own function.");
   params.query = rotated("query", query, query, dtype);
   params.key = rotated("key", key, query, dtype);
-  params.cos = angles("cos", cos, query, dtype);
-  params.sin = angles("sin", sin, query, dtype);
+  const int64_t rotary_dim = cos.dim() == 0 ? 0 : cos.size(cos.dim() - 1);
+  KVQ_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= query.size(3),
+            "rotary: `cos` must have an even number of channels, at most ", query.size(3), ", got ", shape_of(cos),
+            ". Use the model's own function.");
+  params.rotary_dim = static_cast<int>(rotary_dim);
+  params.cos = angles("cos", cos, query, rotary_dim, dtype);
+  params.sin = angles("sin", sin, query, rotary_dim, dtype);
   params.batch = to_int("rotary", "batch", query.size(0));
   params.num_q_heads = to_int("rotary", "num_q_heads", query.size(1));
   params.num_kv_heads = to_int("rotary", "num_kv_heads", key.size(1));

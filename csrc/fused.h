@@ -31,9 +31,10 @@ struct RmsNormParams {
 };
 
 struct RotaryParams {
-  int batch, num_q_heads, num_kv_heads, q_len, head_dim;  // head_dim is even
+  int batch, num_q_heads, num_kv_heads, q_len, head_dim;
+  int rotary_dim;            // the first channels of a head, which are turned; even. The others are copied.
   Dense query, key;          // [batch, heads, q_len, head_dim]
-  Dense cos, sin;            // [batch, 1, q_len, head_dim]; stride 0 where sequences share them
+  Dense cos, sin;            // [batch, 1, q_len, rotary_dim]; stride 0 where sequences share them
   Dense out_query, out_key;  // like query and key
 };
 

@@ -28,7 +28,9 @@ from hf_kvquant.graphs.fusion import fused
 from hf_kvquant.graphs.trials import random_like
 from hf_kvquant.spec import reference
 from hf_kvquant.state import notes_on
+from hf_kvquant.upstream.releases import HAS_STATES
 
+NEEDS_STATES = pytest.mark.skipif(not HAS_STATES, reason="states need transformers 5.24")
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [*HALVES, torch.float32]
@@ -80,13 +82,16 @@ def test_rms_norm_behind_a_mean(shape: tuple[int, ...], dtype: torch.dtype) -> N
 @CUDA_ONLY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_heads", [(4, 4), (32, 8), (7, 1)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 6])
-def test_rotary(head_dim: int, num_heads: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"),
+    [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (6, 6), (256, 64), (128, 64), (80, 10), (6, 2)],
+)
+def test_rotary(head_dim: int, rotary_dim: int, num_heads: tuple[int, int], dtype: torch.dtype) -> None:
     """Queries and keys as models have them, tokens before heads, and as views of what a fused projection gives."""
     for batch, q_len, cos_batch in ((1, 1, 1), (3, 1, 3), (3, 1, 1), (2, 5, 2)):
         both = randn(batch, q_len, sum(num_heads), head_dim, dtype=dtype)
         split = both.transpose(1, 2).split(num_heads, dim=1)
-        cos, sin = (randn(cos_batch, q_len, head_dim, dtype=dtype) for _ in range(2))
+        cos, sin = (randn(cos_batch, q_len, rotary_dim, dtype=dtype) for _ in range(2))
         for query, key in (split, tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in split)):
             actual, expected = FUSED.rotary(query, key, cos, sin), reference.rotary(query, key, cos, sin)
             for x, y, name in zip(actual, expected, ("query", "key"), strict=True):
@@ -181,7 +186,15 @@ def check_refused(device: str, name: str, index: int, change: Callable[[Tensor],
         ),
         ("rotary", 0, lambda x: x[0], "rotary: `query` must be [batch, heads, tokens, head_dim], got [4, 1, 8]."),
         ("rotary", 1, lambda x: x[:1], "rotary: `key` must be [2, heads, 1, 8] like `query`, got [1, 2, 1, 8]."),
-        ("rotary", 2, lambda x: x[..., :4], "rotary: `cos` must be [2 or 1, 1, 8] like `query`, got [1, 1, 4]."),
+        ("rotary", 2, lambda x: x[0], "rotary: `cos` must be [2 or 1, 1, 8] like `query`, got [1, 8]."),
+        ("rotary", 2, lambda x: x[..., :4], "rotary: `sin` must be [2 or 1, 1, 4] like `query`, got [1, 1, 8]."),
+        (
+            "rotary",
+            2,
+            lambda x: x[..., :3],
+            "rotary: `cos` must have an even number of channels, at most 8, got [1, 1, 3]. Use the model's own "
+            "function.",
+        ),
         ("rotary", 3, lambda x: x[0], "rotary: `sin` must be [2 or 1, 1, 8] like `query`, got [1, 8]."),
         ("silu_mul", 1, lambda x: x[:1], "silu_mul: `up` must be [2, 1, 8] like `gate`, got [1, 1, 8]."),
     ],
@@ -334,6 +347,8 @@ ALL = {**NORMS, "rotary": 2, "silu_mul": 2}
         ("phi3", {**NORMS, "rotary": 2}),  # one projection for gate and up
         ("gemma2", {"rms_norm": 5, "add_rms_norm": 4, "rotary": 2}),  # norms multiply by 1 + weight
         ("glm", NORMS),  # half of a head is turned, in pairs
+        # One of two layers has a state, and a norm with a gate. A quarter of a head is turned.
+        pytest.param("qwen3_5_text", {**ALL, "rms_norm": 4, "rotary": 1}, marks=NEEDS_STATES),
         ("cohere", {"silu_mul": 2}),
         ("gpt2", {}),
     ],

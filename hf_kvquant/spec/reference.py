@@ -801,7 +801,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     Args:
         query: `[batch, num_q_heads, q_len, head_dim]`.
         key: `[batch, num_kv_heads, q_len, head_dim]`.
-        cos: `[batch or 1, q_len, head_dim]`, dtype of `query`.
+        cos: `[batch or 1, q_len, rotary_dim]`, dtype of `query`: of the first channels of a head. Others stay.
         sin: The same.
 
     Returns:
@@ -815,13 +815,21 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     batch, _, q_len, head_dim = query.shape
     wanted = f"[{batch}, heads, {q_len}, {head_dim}] like `query`"
     _check_shape("rotary", "key", key, wanted, (batch, None, q_len, head_dim))
+    rotary_dim = cos.shape[-1] if cos.ndim else 0
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ValueError(
+            f"rotary: `cos` must have an even number of channels, at most {head_dim}, got {list(cos.shape)}. Use the "
+            "model's own function."
+        )
     for name, x in (("cos", cos), ("sin", sin)):
-        wanted = f"[{batch} or 1, {q_len}, {head_dim}] like `query`"
-        _check_shape("rotary", name, x, wanted, (1 if x.shape[:1] == (1,) else batch, q_len, head_dim))
+        wanted = f"[{batch} or 1, {q_len}, {rotary_dim}] like `query`"
+        _check_shape("rotary", name, x, wanted, (1 if x.shape[:1] == (1,) else batch, q_len, rotary_dim))
 
     def turned(x: Tensor) -> Tensor:
-        low, high = x.chunk(2, dim=-1)
-        return x * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)
+        first, rest = x.split((rotary_dim, head_dim - rotary_dim), dim=-1)
+        low, high = first.chunk(2, dim=-1)
+        first = first * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)
+        return torch.cat((first, rest), dim=-1) if rest.shape[-1] else first
 
     return turned(query), turned(key)
 

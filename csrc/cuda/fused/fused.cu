@@ -201,11 +201,12 @@ __device__ __forceinline__ const Element<kDtype>* row_of(const Dense& x, int b, 
   return static_cast<const Element<kDtype>*>(x.data) + (b * x.stride_b + h * x.stride_h + t * x.stride_t);
 }
 
-// A thread has one channel of the first half of a head and the channel of the second half that is rotated with it.
+// A thread has one channel of the first half of what is rotated in a head and the channel of the second half that is
+// rotated with it, and copies some of the others.
 template <Dtype kDtype>
 __global__ void __launch_bounds__(kMaxRotaryHeadDim / 2)
     rotate_heads(const __grid_constant__ RotaryParams params, int heads_per_cta) {
-  const int half = params.head_dim / 2, c = threadIdx.x % half, slot = threadIdx.x / half;
+  const int half = params.rotary_dim / 2, c = threadIdx.x % half, slot = threadIdx.x / half;
   const int head = blockIdx.x * heads_per_cta + slot, t = blockIdx.y, b = blockIdx.z;
   wait_for_launch_before();
   // Attention comes next, and runs hundreds of instructions before it reads what this kernel writes: a captured step of
@@ -225,6 +226,7 @@ __global__ void __launch_bounds__(kMaxRotaryHeadDim / 2)
   };
   to[c] = turned(c, low, -high);
   to[c + half] = turned(c + half, high, low);
+  for (int other = params.rotary_dim + c; other < params.head_dim; other += half) to[other] = from[other];
 }
 
 // --- silu(gate) · up
@@ -282,7 +284,7 @@ void rms_norm(const RmsNormParams& params, void* stream) {
 }
 
 void rotary(const RotaryParams& params, void* stream) {
-  const int half = params.head_dim / 2, num_heads = params.num_q_heads + params.num_kv_heads;
+  const int half = params.rotary_dim / 2, num_heads = params.num_q_heads + params.num_kv_heads;
   const int heads_per_cta = std::max(1, kElementwiseThreads / half);
   const dim3 grid((num_heads + heads_per_cta - 1) / heads_per_cta, params.q_len, params.batch);
   for_dtype(params.query.dtype, [&](auto dtype) {
