@@ -578,7 +578,7 @@ def test_two_runs_do_not_write_one_file(batch: Batch) -> None:
     "more, told",
     [
         (["--preset", "int5"], "`--preset` must be one of "),
-        (["--preset", "int4-token:4+128"], "cannot be batched like this. "),
+        (["--preset", "int4-token:4+128", "--cb-num-blocks", "1"], "cannot be batched like this. "),
         (["--max-new-tokens", "0"], "`--max-new-tokens` must be at least 1, got 0."),
         (["--temperature", "-1"], "`--temperature` must be a number from 0, got -1.0"),
         (["--top-p", "2"], "`--top-p` must be above 0 and at most 1, got 2.0"),

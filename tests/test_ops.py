@@ -769,7 +769,7 @@ BROKEN = [
     (break_batch, rf"decode: `query` must have batch 2 like the cache, got 4\. {ANOTHER_BATCH}"),
     (break_heads, rf"decode: `query` must have a multiple of 2 heads, .*, got 3\. {OF_ANOTHER}"),
     (break_key_batch, rf"decode: `key` must have batch 2 like the cache, got 1\. {ANOTHER_BATCH}"),
-    (break_lengths_dtype, r"decode: `lengths` must be \[2\] int32, got \[2\] Long\. One number per sequence"),
+    (break_lengths_dtype, r"decode: `lengths` must be \[2\] int32, got \[2\] int64\. One number per sequence"),
     (break_lengths_shape, r"decode: `lengths` must be \[2\] int32, got \[1\] int32\. One number per sequence"),
     (break_key_heads, rf"decode: `key` must be \[2, 2, any, 64\] .*, got \[2, 1, 1, 64\] float32\. {OF_ANOTHER}"),
     (break_value_tokens, r"decode: `value` must be \[2, 2, 1, 64\] .*, got \[2, 2, 2, 64\] float32\."),
