@@ -231,7 +231,8 @@ def draw_layer_call(dice: random.Random, memory: Memory, name: str) -> Call:
     dtype = dice.choice(DTYPES)
     if name == "rotary":
         batch, q_len, head_dim = dice.randint(1, 3), dice.randint(1, 5), dice.choice((2, 8, 64))
-        angles = [torch.randn(dice.choice((1, batch)), q_len, head_dim).to(dtype)] * 2
+        rotary_dim = dice.choice((2, head_dim, head_dim))
+        angles = [torch.randn(dice.choice((1, batch)), q_len, rotary_dim).to(dtype)] * 2
         heads = [torch.randn(batch, dice.randint(1, 4), q_len, head_dim).to(dtype) for _ in range(2)]
         return {argument: memory.place(x) for argument, x in zip(NAMES[name], (*heads, *angles), strict=True)}
     shape = *(dice.randint(1, 4) for _ in range(dice.randint(1, 2))), 8 * dice.randint(1, 9)
@@ -239,6 +240,10 @@ def draw_layer_call(dice: random.Random, memory: Memory, name: str) -> Call:
     for argument in NAMES[name]:
         if argument == "eps":
             call[argument] = 1e-6
+        elif argument == "is_zero_centered":
+            call[argument] = dice.random() < 0.5
+        elif (name, argument) == ("rms_norm", "gate") and dice.random() < 0.5:
+            call[argument] = None
         elif argument == "mean":
             call[argument] = None if dice.random() < 0.5 else memory.place(torch.rand(*shape[:-1], 1) + 0.5)
         else:
