@@ -752,19 +752,13 @@ void check_slots(const Subject& subject, const Tensor& state) {
   KVQ_CHECK(is_dense, subject, "have contiguous slots, got strides ", spell(state.strides()), ". Call .contiguous().");
 }
 
-int step_batch(const char* where, const char* name, const Tensor& x) {
-  KVQ_CHECK(x.dim() > 0 && x.size(0) <= kMaxStepRows, Subject{where, name}, "have at most ", kMaxStepRows,
-            " sequences, got ", shape_of(x), ".");
-  return static_cast<int>(x.size(0));
-}
-
 ConvStepParams conv_step_params(const Tensor& x, const Tensor& state, const Tensor& weight,
                                 const std::optional<Tensor>& bias, bool has_silu,
                                 const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots) {
   constexpr const char* kWhere = "conv_step";
   ConvStepParams params{};
-  params.batch = step_batch(kWhere, "x", x);
   check({kWhere, "x"}, x, x, std::nullopt, {kAny, kAny, 1}, " One token of each sequence.");
+  params.batch = to_int(kWhere, "batch", x.size(0));
   const int64_t channels = x.size(1);
   check({kWhere, "weight"}, weight, x, std::nullopt, {channels, kAny}, " One row for each channel.");
   const int64_t width = weight.size(1);
@@ -800,17 +794,15 @@ DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const 
                                   const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots) {
   constexpr const char* kWhere = "delta_step";
   DeltaStepParams params{};
-  params.batch = step_batch(kWhere, "query", query);
-  const int64_t batch = params.batch;
   const auto rows = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
     const Subject subject{kWhere, name};
     check(subject, x, query, std::nullopt, sizes, " One token of each sequence.");
-    const bool has_channels = x.dim() == 4;
-    if (has_channels) check_rows(subject, x);
+    if (x.dim() == 4) check_rows(subject, x);
     return Dense{x.const_data_ptr(), dense_dtype(subject, x), x.stride(0), x.stride(2), 0};
   };
   params.query = rows("query", query, {kAny, 1, kAny, kAny});
-  const int64_t k_heads = query.size(2), key_dim = query.size(3);
+  const int64_t batch = query.size(0), k_heads = query.size(2), key_dim = query.size(3);
+  params.batch = to_int(kWhere, "batch", batch);
   params.key = rows("key", key, {batch, 1, k_heads, key_dim});
   params.value = rows("value", value, {batch, 1, kAny, kAny});
   const int64_t heads = value.size(2), value_dim = value.size(3);

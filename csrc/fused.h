@@ -58,7 +58,6 @@ struct PackedLinearParams {
 
 constexpr int kMaxConvWidth = 8;       // inputs that a convolution of a state sees, the new one included
 constexpr int kMaxDeltaKeyDim = 256;   // channels of a key in a recurrence
-constexpr int kMaxStepRows = 1 << 20;  // sequences of a call
 
 // Which slots of a state the sequences of a batch have, [batch] each; nullptr: sequence b has slot b.
 struct StepSlots {

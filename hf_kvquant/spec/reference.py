@@ -735,7 +735,7 @@ def _check_dense(where: str, **tensors: Tensor) -> None:
             )
 
 
-def _check_shape(where: str, name: str, x: Tensor, wanted: str, sizes: Sequence[int | None]) -> None:
+def check_shape(where: str, name: str, x: Tensor, wanted: str, sizes: Sequence[int | None]) -> None:
     """Refuse a tensor of other sizes. `None` stands for any, `wanted` says it in words."""
     if x.ndim != len(sizes) or any(size not in (None, found) for size, found in zip(sizes, x.shape, strict=True)):
         raise ValueError(f"{where}: `{name}` must be {wanted}, got {list(x.shape)}.")
@@ -767,9 +767,7 @@ def rms_norm(
     """
     _check_dense("rms_norm", x=x, weight=weight, **({} if gate is None else {"gate": gate}))
     rows = [*x.shape[:-1], 1]
-    _check_shape(
-        "rms_norm", "weight", weight, f"{list(x.shape[-1:])} like the channels of `x`", x.shape[-1:] or (None,)
-    )
+    check_shape("rms_norm", "weight", weight, f"{list(x.shape[-1:])} like the channels of `x`", x.shape[-1:] or (None,))
     if mean is not None and (list(mean.shape), mean.dtype, mean.layout) != (rows, torch.float32, torch.strided):
         raise ValueError(
             f"rms_norm: `mean` must be {rows} dense float32, one number for each row, got {list(mean.shape)} "
@@ -781,7 +779,7 @@ def rms_norm(
     scaled = (normed * (1.0 + weight.float())).to(x.dtype) if is_zero_centered else weight * normed.to(x.dtype)
     if gate is None:
         return scaled
-    _check_shape("rms_norm", "gate", gate, f"{list(x.shape)} like `x`", x.shape)
+    check_shape("rms_norm", "gate", gate, f"{list(x.shape)} like `x`", x.shape)
     return (scaled * torch.nn.functional.silu(gate.float())).to(x.dtype)
 
 
@@ -790,7 +788,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum of two tensors of equal shape, rounded to their dtype, and the RMSNorm of that sum. New memory."""
     _check_dense("add_rms_norm", x=x, other=other)
-    _check_shape("add_rms_norm", "other", other, f"{list(x.shape)} like `x`", x.shape)
+    check_shape("add_rms_norm", "other", other, f"{list(x.shape)} like `x`", x.shape)
     total = x + other
     return total, rms_norm(total, weight, None, eps, is_zero_centered)
 
@@ -811,10 +809,10 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         ValueError: A shape does not fit.
     """
     _check_dense("rotary", query=query, key=key, cos=cos, sin=sin)
-    _check_shape("rotary", "query", query, "[batch, heads, tokens, head_dim]", (None, None, None, None))
+    check_shape("rotary", "query", query, "[batch, heads, tokens, head_dim]", (None, None, None, None))
     batch, _, q_len, head_dim = query.shape
     wanted = f"[{batch}, heads, {q_len}, {head_dim}] like `query`"
-    _check_shape("rotary", "key", key, wanted, (batch, None, q_len, head_dim))
+    check_shape("rotary", "key", key, wanted, (batch, None, q_len, head_dim))
     rotary_dim = cos.shape[-1] if cos.ndim else 0
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ValueError(
@@ -823,7 +821,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         )
     for name, x in (("cos", cos), ("sin", sin)):
         wanted = f"[{batch} or 1, {q_len}, {rotary_dim}] like `query`"
-        _check_shape("rotary", name, x, wanted, (1 if x.shape[:1] == (1,) else batch, q_len, rotary_dim))
+        check_shape("rotary", name, x, wanted, (1 if x.shape[:1] == (1,) else batch, q_len, rotary_dim))
 
     def turned(x: Tensor) -> Tensor:
         first, rest = x.split((rotary_dim, head_dim - rotary_dim), dim=-1)
@@ -837,7 +835,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate)`, rounded to the dtype, times `up`, which has the same shape. New memory."""
     _check_dense("silu_mul", gate=gate, up=up)
-    _check_shape("silu_mul", "up", up, f"{list(gate.shape)} like `gate`", gate.shape)
+    check_shape("silu_mul", "up", up, f"{list(gate.shape)} like `gate`", gate.shape)
     return torch.nn.functional.silu(gate) * up
 
 
@@ -865,20 +863,20 @@ def packed_linear(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_size: 
     Raises:
         ValueError: A shape or dtype does not fit.
     """
-    _check_shape("packed_linear", "x", x, "[rows, inputs]", (None, None))
+    check_shape("packed_linear", "x", x, "[rows, inputs]", (None, None))
     inputs = x.shape[1]
     if x.dtype != torch.bfloat16 or inputs == 0 or inputs % PACKED_INPUTS:
         raise ValueError(
             f"packed_linear: `x` must be bfloat16 with a multiple of {PACKED_INPUTS} inputs, got {inputs} {x.dtype}."
         )
     slices = inputs // PACKED_INPUTS
-    _check_shape("packed_linear", "codes", codes, f"[outputs / 8, {slices}, 32, 4]", (None, slices, 32, 4))
+    check_shape("packed_linear", "codes", codes, f"[outputs / 8, {slices}, 32, 4]", (None, slices, 32, 4))
     if group_size not in PACKED_GROUP_SIZES or inputs % group_size:
         raise ValueError(
             f"packed_linear: `group_size` must be 32, 64, 128 or 256 and divide the {inputs} inputs, got {group_size}."
         )
     sizes = (inputs // group_size, len(codes) * PACKED_OUTPUTS, 2)
-    _check_shape("packed_linear", "scale_and_zero", scale_and_zero, str(list(sizes)), sizes)
+    check_shape("packed_linear", "scale_and_zero", scale_and_zero, str(list(sizes)), sizes)
     shifts = 4 * torch.arange(8, device=codes.device).view(2, 4)
     # [tile, slice, g, t, j, h, n] to [tile, g, slice, j, n, t, h]
     unpacked = (codes.unflatten(2, (PACKED_OUTPUTS, 4))[..., None, None] >> shifts & 15).permute(0, 2, 1, 4, 6, 3, 5)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .reference import check_shape
+
 NORM_EPS = 1e-6  # of vectors in the gated delta rule
 MAX_CONV_WIDTH = 8
 
@@ -118,9 +120,8 @@ def delta_step(
 
 def _sizes(where: str, name: str, x: Tensor, sizes: tuple[int | None, ...]) -> tuple[int, ...]:
     """The sizes of a tensor, which must be these; `None` stands for any."""
-    if x.ndim != len(sizes) or any(size not in (None, found) for size, found in zip(sizes, x.shape, strict=True)):
-        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
-        raise ValueError(f"{where}: `{name}` must be [{wanted}], got {list(x.shape)}.")
+    wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+    check_shape(where, name, x, f"[{wanted}]", sizes)
     return tuple(x.shape)
 
 
