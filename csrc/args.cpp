@@ -27,6 +27,8 @@ constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr int64_t kAny = -1;  // as a size: any
 constexpr int64_t kMaxPlanned = 65535;  // entries of a split plan: an axis of a grid
 constexpr int64_t kMaxSlots = 32767;    // shares of a sequence in a split plan
+constexpr int64_t kMaxSequences = 65535;  // numbers of `begins`: an axis of a grid
+constexpr int64_t kMaxChunkTokens = 1 << 20;  // of all sequences in a row
 constexpr const char* kMade = " Planes are made by KVLayout.allocate.";
 constexpr const char* kPlanned = " Make it with ops.split_plan.";
 constexpr const char* kOfAnother = " Was this cache filled by another model?";
@@ -128,6 +130,10 @@ void check_rows(const Subject& subject, const Tensor& tensor) {
   const int64_t stride = tensor.stride(tensor.dim() - 1);
   KVQ_CHECK(stride == 1 || tensor.numel() == 0, subject, "have contiguous rows, got stride ", stride,
             ". Call .contiguous().");
+}
+
+void check_dense(const Subject& subject, const Tensor& tensor) {
+  KVQ_CHECK(tensor.is_contiguous(), subject, "be contiguous, got strides that are not. Call .contiguous().");
 }
 
 // Numbers that are read one after the other; nullptr where the tensor is absent.
@@ -419,6 +425,24 @@ void check_vectors(const char* where, const char* name, const Tensor& tensor) {
             "` must start at a multiple of ", kVectorBytes, " bytes, got a view that does not. Call .clone().");
 }
 
+// Numbers from one row of a tensor to the next, all equally far apart: also rows that are slices of longer ones.
+int64_t row_stride(const char* where, const char* name, const Tensor& x) {
+  int64_t stride = 0, count = 1;  // of the axes behind, in rows
+  bool is_even = x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) == 1;
+  for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
+    if (x.size(axis) == 1) continue;
+    if (count == 1) stride = x.stride(axis);
+    is_even = is_even && x.stride(axis) == stride * count;
+    count *= x.size(axis);
+  }
+  const int64_t bytes = stride * static_cast<int64_t>(x.element_size());
+  KVQ_CHECK(is_even && bytes % kVectorBytes == 0, where, ": `", name, "` must have contiguous rows, equally far apart ",
+            "by a multiple of ", kVectorBytes, " bytes, got strides ", spell(x.strides()), ". Call .contiguous().");
+  KVQ_CHECK(reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kVectorBytes == 0, where, ": `", name,
+            "` must start at a multiple of ", kVectorBytes, " bytes, got a view that does not. Call .clone().");
+  return stride;
+}
+
 Dense rotated(const char* name, const Tensor& x, const Tensor& query, Dtype dtype) {
   check_like("rotary", name, x, "query", query);
   KVQ_CHECK(x.dim() == 4 && x.size(0) == query.size(0) && x.size(2) == query.size(2) && x.size(3) == query.size(3),
@@ -617,7 +641,12 @@ RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* 
             num_channels, ". Use the model's own norm.");
   KVQ_CHECK(mean.has_value() || num_channels >= kMinSummedChannels, where, ": `x` must have at least ",
             kMinSummedChannels, " channels without `mean`, got ", num_channels, ". Give the mean of the squares.");
-  check_vectors(where, "x", x);
+  if (other == nullptr) {
+    params.row_stride = row_stride(where, "x", x);
+  } else {
+    check_vectors(where, "x", x);
+    params.row_stride = num_channels;
+  }
   const auto like_x = [&](const char* name, const Tensor& tensor) {
     check_like(where, name, tensor, "x", x);
     KVQ_CHECK(is_shaped_like(tensor, x), where, ": `", name, "` must be ", shape_of(x), " like `x`, got ",
@@ -724,22 +753,38 @@ PackedLinearParams packed_linear_params(const Tensor& x, const Tensor& codes, co
   return params;
 }
 
+// Numbers of slots, one for each sequence.
+const int64_t* slot_numbers(const Subject& subject, const Tensor& tensor, const Tensor& like, int64_t batch) {
+  check(subject, tensor, like, ScalarType::Long, {batch}, " One slot for each sequence.");
+  check_dense(subject, tensor);
+  return static_cast<const int64_t*>(tensor.const_data_ptr());
+}
+
 // The slots of a batch's states, which begin at the slots of `state`, [slots, ...].
 StepSlots step_slots(const char* where, const Tensor& state, int64_t batch, const std::optional<Tensor>& read_slots,
                      const std::optional<Tensor>& write_slots) {
   KVQ_CHECK(read_slots.has_value() == write_slots.has_value(), Subject{where, "write_slots"}, "be ",
             read_slots.has_value() ? "given" : "None", " like `read_slots`, got ",
             read_slots.has_value() ? "None" : "a tensor", ". Give both or neither.");
-  const auto slots = [&](const char* name, const std::optional<Tensor>& tensor) -> const int64_t* {
-    if (!tensor.has_value()) return nullptr;
-    check({where, name}, *tensor, state, ScalarType::Long, {batch}, " One slot for each sequence.");
-    KVQ_CHECK(tensor->is_contiguous(), Subject{where, name}, "be contiguous, got strides that are not. ",
-              "Call .contiguous().");
-    return static_cast<const int64_t*>(tensor->const_data_ptr());
-  };
   KVQ_CHECK(read_slots.has_value() || state.size(0) == batch, Subject{where, "state"}, "have ", batch,
             " sequences like the tokens without slots, got ", state.size(0), ".");
-  return {slots("read_slots", read_slots), slots("write_slots", write_slots), state.size(0)};
+  if (!read_slots.has_value()) return {nullptr, nullptr, state.size(0)};
+  return {slot_numbers({where, "read_slots"}, *read_slots, state, batch),
+          slot_numbers({where, "write_slots"}, *write_slots, state, batch), state.size(0)};
+}
+
+// Sequences in a row of tokens.
+Sequences sequences_of(const char* where, int64_t num_tokens, const Tensor& state, const Tensor& begins,
+                       const Tensor& read_slots, const Tensor& write_slots) {
+  const Subject subject{where, "begins"};
+  check(subject, begins, state, ScalarType::Long, {kAny}, " The first token of each sequence, and the end of the last.");
+  check_dense(subject, begins);
+  KVQ_CHECK(begins.size(0) > 1 && begins.size(0) <= kMaxSequences, subject, "have from 1 to ", kMaxSequences - 1,
+            " sequences and the end of the last, got ", begins.size(0), " numbers.");
+  const int64_t count = begins.size(0) - 1;
+  const StepSlots slots{slot_numbers({where, "read_slots"}, read_slots, state, count),
+                        slot_numbers({where, "write_slots"}, write_slots, state, count), state.size(0)};
+  return {static_cast<const int64_t*>(begins.const_data_ptr()), slots, num_tokens, static_cast<int>(count)};
 }
 
 // A state whose slots may lie apart.
@@ -752,6 +797,36 @@ void check_slots(const Subject& subject, const Tensor& state) {
   KVQ_CHECK(is_dense, subject, "have contiguous slots, got strides ", spell(state.strides()), ". Call .contiguous().");
 }
 
+// What both convolutions take besides their tokens.
+template <class Params>
+void set_conv_operands(const char* where, const Tensor& x, const Tensor& state, const Tensor& weight,
+                       const std::optional<Tensor>& bias, bool has_silu, Params& params) {
+  const int64_t channels = x.size(1);
+  check({where, "weight"}, weight, x, std::nullopt, {channels, kAny}, " One row for each channel.");
+  const int64_t width = weight.size(1);
+  check({where, "state"}, state, x, std::nullopt, {kAny, channels, kAny}, " One row for each channel.");
+  const int64_t length = state.size(2);
+  KVQ_CHECK(width > 0 && width - 1 <= length && length > 0 && length <= kMaxConvWidth, Subject{where, "state"},
+            "have from ", width - 1, " to ", kMaxConvWidth, " inputs of each channel, got ", shape_of(state), ".");
+  check_slots({where, "state"}, state);
+  check_dense({where, "weight"}, weight);
+  params.weight_dtype = dense_dtype({where, "weight"}, weight);
+  if (bias.has_value()) {
+    check({where, "bias"}, *bias, x, weight.scalar_type(), {channels}, " One number for each channel.");
+    check_rows({where, "bias"}, *bias);
+    params.bias = bias->const_data_ptr();
+  }
+  params.x = x.const_data_ptr();
+  params.dtype = dense_dtype({where, "x"}, x);
+  params.state = state.data_ptr();
+  params.state_dtype = dense_dtype({where, "state"}, state);
+  params.state_stride = state.stride(0);
+  params.weight = weight.const_data_ptr();
+  params.channels = to_int(where, "channels", channels);
+  params.state_len = static_cast<int>(length), params.width = static_cast<int>(width);
+  params.has_silu = has_silu;
+}
+
 ConvStepParams conv_step_params(const Tensor& x, const Tensor& state, const Tensor& weight,
                                 const std::optional<Tensor>& bias, bool has_silu,
                                 const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots) {
@@ -759,34 +834,58 @@ ConvStepParams conv_step_params(const Tensor& x, const Tensor& state, const Tens
   ConvStepParams params{};
   check({kWhere, "x"}, x, x, std::nullopt, {kAny, kAny, 1}, " One token of each sequence.");
   params.batch = to_int(kWhere, "batch", x.size(0));
-  const int64_t channels = x.size(1);
-  check({kWhere, "weight"}, weight, x, std::nullopt, {channels, kAny}, " One row for each channel.");
-  const int64_t width = weight.size(1);
-  check({kWhere, "state"}, state, x, std::nullopt, {kAny, channels, kAny}, " One row for each channel.");
-  const int64_t length = state.size(2);
-  KVQ_CHECK(width > 0 && width - 1 <= length && length > 0 && length <= kMaxConvWidth, Subject{kWhere, "state"},
-            "have from ", width - 1, " to ", kMaxConvWidth, " inputs of each channel, got ", shape_of(state), ".");
-  check_slots({kWhere, "state"}, state);
-  KVQ_CHECK(weight.is_contiguous(), Subject{kWhere, "weight"}, "be contiguous, got strides that are not. ",
-            "Call .contiguous().");
-  params.weight_dtype = dense_dtype({kWhere, "weight"}, weight);
-  if (bias.has_value()) {
-    check({kWhere, "bias"}, *bias, x, weight.scalar_type(), {channels}, " One number for each channel.");
-    check_rows({kWhere, "bias"}, *bias);
-    params.bias = bias->const_data_ptr();
-  }
-  params.x = x.const_data_ptr();
-  params.dtype = dense_dtype({kWhere, "x"}, x);
+  set_conv_operands(kWhere, x, state, weight, bias, has_silu, params);
   params.stride_b = x.stride(0), params.stride_c = x.stride(1);
-  params.state = state.data_ptr();
-  params.state_dtype = dense_dtype({kWhere, "state"}, state);
-  params.state_stride = state.stride(0);
   params.slots = step_slots(kWhere, state, params.batch, read_slots, write_slots);
-  params.weight = weight.const_data_ptr();
-  params.channels = to_int(kWhere, "channels", channels);
-  params.state_len = static_cast<int>(length), params.width = static_cast<int>(width);
-  params.has_silu = has_silu;
   return params;
+}
+
+ConvChunksParams conv_chunks_params(const Tensor& x, const Tensor& state, const Tensor& weight,
+                                    const std::optional<Tensor>& bias, bool has_silu, const Tensor& begins,
+                                    const Tensor& read_slots, const Tensor& write_slots) {
+  constexpr const char* kWhere = "conv_chunks";
+  ConvChunksParams params{};
+  check({kWhere, "x"}, x, x, std::nullopt, {1, kAny, kAny}, " The tokens of all sequences in one row.");
+  KVQ_CHECK(x.size(2) <= kMaxChunkTokens, Subject{kWhere, "x"}, "have at most ", kMaxChunkTokens, " tokens, got ",
+            x.size(2), ". Feed them in smaller chunks.");
+  set_conv_operands(kWhere, x, state, weight, bias, has_silu, params);
+  params.stride_c = x.stride(1), params.stride_t = x.stride(2);
+  params.sequences = sequences_of(kWhere, x.size(2), state, begins, read_slots, write_slots);
+  return params;
+}
+
+// What both forms of the delta rule take besides their states. `tokens`: [batch, tokens] of all operands.
+template <class Params>
+void set_delta_operands(const char* where, std::array<int64_t, 2> tokens, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const Tensor& g, const Tensor& beta, bool normalizes, Params& params) {
+  const auto rows = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
+    const Subject subject{where, name};
+    check(subject, x, query, std::nullopt, sizes,
+          tokens[1] == 1 ? " One token of each sequence." : " The tokens of all sequences in one row.");
+    if (x.dim() == 4) check_rows(subject, x);
+    return Dense{x.const_data_ptr(), dense_dtype(subject, x), x.stride(0), x.stride(2), x.stride(1)};
+  };
+  params.query = rows("query", query, {tokens[0], tokens[1], kAny, kAny});
+  const int64_t batch = query.size(0), count = query.size(1), k_heads = query.size(2), key_dim = query.size(3);
+  params.key = rows("key", key, {batch, count, k_heads, key_dim});
+  params.value = rows("value", value, {batch, count, kAny, kAny});
+  const int64_t heads = value.size(2);
+  KVQ_CHECK(k_heads > 0 && heads % k_heads == 0, Subject{where, "value"}, "have a multiple of ", k_heads,
+            " heads, those of `key`, got ", heads, ".");
+  params.decay = rows("g", g, {batch, count, heads});
+  params.beta = rows("beta", beta, {batch, count, heads});
+  params.num_k_heads = to_int(where, "heads", k_heads), params.num_heads = to_int(where, "heads", heads);
+  params.key_dim = to_int(where, "key_dim", key_dim), params.value_dim = to_int(where, "value_dim", value.size(3));
+  params.normalizes = normalizes;
+}
+
+// The matrices of all heads, [slots, heads, key_dim, value_dim].
+template <class Params>
+float* delta_states(const Subject& subject, const Tensor& x, const Tensor& query, const Params& params) {
+  check(subject, x, query, ScalarType::Float, {kAny, params.num_heads, params.key_dim, params.value_dim},
+        " A matrix for each head.");
+  check_slots(subject, x);
+  return static_cast<float*>(x.data_ptr());
 }
 
 DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
@@ -794,40 +893,49 @@ DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const 
                                   const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots) {
   constexpr const char* kWhere = "delta_step";
   DeltaStepParams params{};
-  const auto rows = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
-    const Subject subject{kWhere, name};
-    check(subject, x, query, std::nullopt, sizes, " One token of each sequence.");
-    if (x.dim() == 4) check_rows(subject, x);
-    return Dense{x.const_data_ptr(), dense_dtype(subject, x), x.stride(0), x.stride(2), 0};
-  };
-  params.query = rows("query", query, {kAny, 1, kAny, kAny});
-  const int64_t batch = query.size(0), k_heads = query.size(2), key_dim = query.size(3);
-  params.batch = to_int(kWhere, "batch", batch);
-  params.key = rows("key", key, {batch, 1, k_heads, key_dim});
-  params.value = rows("value", value, {batch, 1, kAny, kAny});
-  const int64_t heads = value.size(2), value_dim = value.size(3);
-  KVQ_CHECK(k_heads > 0 && heads % k_heads == 0, Subject{kWhere, "value"}, "have a multiple of ", k_heads,
-            " heads, those of `key`, got ", heads, ".");
-  const int64_t largest = key_dim % 32 == 0 ? kMaxDeltaKeyDim : kMaxDeltaKeyDim / 4;
+  set_delta_operands(kWhere, {kAny, 1}, query, key, value, g, beta, normalizes, params);
+  const int64_t key_dim = params.key_dim, largest = key_dim % 32 == 0 ? kMaxDeltaKeyDim : kMaxDeltaKeyDim / 4;
   KVQ_CHECK(key_dim > 0 && key_dim % 8 == 0 && key_dim <= largest, Subject{kWhere, "key"},
             "have a multiple of 8 channels up to ", kMaxDeltaKeyDim / 4, ", or of 32 up to ", kMaxDeltaKeyDim, ", got ",
             key_dim, ". Use the model's own function.");
-  params.decay = rows("g", g, {batch, 1, heads});
-  params.beta = rows("beta", beta, {batch, 1, heads});
-  const auto of_states = [&](const char* name, const Tensor& x) {
-    check({kWhere, name}, x, query, ScalarType::Float, {kAny, heads, key_dim, value_dim}, " A matrix for each head.");
-    check_slots({kWhere, name}, x);
-    return static_cast<float*>(x.data_ptr());
-  };
-  params.state = of_states("state", state);
-  params.target = of_states("target", target);
+  params.batch = to_int(kWhere, "batch", query.size(0));
+  params.state = delta_states({kWhere, "state"}, state, query, params);
+  params.target = delta_states({kWhere, "target"}, target, query, params);
   KVQ_CHECK(target.size(0) == state.size(0), Subject{kWhere, "target"}, "have ", state.size(0),
             " slots like `state`, got ", target.size(0), ".");
   params.state_stride = state.stride(0), params.target_stride = target.stride(0);
-  params.slots = step_slots(kWhere, state, batch, read_slots, write_slots);
-  params.num_k_heads = to_int(kWhere, "heads", k_heads), params.num_heads = to_int(kWhere, "heads", heads);
-  params.key_dim = static_cast<int>(key_dim), params.value_dim = to_int(kWhere, "value_dim", value_dim);
-  params.normalizes = normalizes;
+  params.slots = step_slots(kWhere, state, params.batch, read_slots, write_slots);
+  return params;
+}
+
+DeltaChunksParams delta_chunks_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
+                                      const Tensor& beta, const Tensor& state, bool normalizes, const Tensor& begins,
+                                      const Tensor& read_slots, const Tensor& write_slots) {
+  constexpr const char* kWhere = "delta_chunks";
+  DeltaChunksParams params{};
+  set_delta_operands(kWhere, {1, kAny}, query, key, value, g, beta, normalizes, params);
+  const int key_dim = params.key_dim;
+  KVQ_CHECK(key_dim > 0 && key_dim % 8 == 0 && key_dim <= kMaxChunkKeyDim, Subject{kWhere, "key"},
+            "have a multiple of 8 channels up to ", kMaxChunkKeyDim, ", got ", key_dim,
+            ". Use the model's own function.");
+  KVQ_CHECK(params.value_dim % 2 == 0, Subject{kWhere, "value"}, "have an even number of channels, got ",
+            params.value_dim, ". Use the model's own function.");
+  const auto check_vectors = [&](const char* name, const Tensor& x, const Dense& rows, int64_t bytes) {
+    const Subject subject{kWhere, name};
+    KVQ_CHECK(rows.dtype != Dtype::fp32 && rows.dtype == params.query.dtype, subject,
+              "be float16 or bfloat16 like all vectors, got ", name_of(x.scalar_type()),
+              ". Use the model's own function.");
+    const bool fits = reinterpret_cast<uintptr_t>(rows.data) % bytes == 0 && rows.stride_h * 2 % bytes == 0 &&
+                      rows.stride_t * 2 % bytes == 0;
+    KVQ_CHECK(fits, subject, "have rows that begin at multiples of ", bytes, " bytes, got strides ",
+              spell(x.strides()), ". Call .contiguous().");
+  };
+  check_vectors("query", query, params.query, 16);
+  check_vectors("key", key, params.key, 16);
+  check_vectors("value", value, params.value, 4);
+  params.state = delta_states({kWhere, "state"}, state, query, params);
+  params.state_stride = state.stride(0);
+  params.sequences = sequences_of(kWhere, query.size(1), state, begins, read_slots, write_slots);
   return params;
 }
 

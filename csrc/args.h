@@ -73,6 +73,12 @@ ConvStepParams conv_step_params(const Tensor& x, const Tensor& state, const Tens
 DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
                                   const Tensor& beta, const Tensor& state, const Tensor& target, bool normalizes,
                                   const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots);
+ConvChunksParams conv_chunks_params(const Tensor& x, const Tensor& state, const Tensor& weight,
+                                    const std::optional<Tensor>& bias, bool has_silu, const Tensor& begins,
+                                    const Tensor& read_slots, const Tensor& write_slots);
+DeltaChunksParams delta_chunks_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
+                                      const Tensor& beta, const Tensor& state, bool normalizes, const Tensor& begins,
+                                      const Tensor& read_slots, const Tensor& write_slots);
 // Lengths and starts of a batch, on the device, and how many slots its plan has.
 void check_split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots,
                       int64_t min_tokens);

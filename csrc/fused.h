@@ -1,8 +1,8 @@
 // The fused ops between the linear layers of a model: their arguments as plain structs, checked by args.h, and their
 // CUDA kernels. reference.rms_norm, add_rms_norm, rotary and silu_mul define the results, including every rounding; on
 // other devices PyTorch runs those functions. All tensors of a call share one dtype, except the mean. Also here: linear
-// layers with tile-packed int4 weights, the prefetch of a linear layer's weights, and one token of a layer with states,
-// whose tensors have dtypes of their own (state_steps.conv_step and delta_step).
+// layers with tile-packed int4 weights, the prefetch of a linear layer's weights, and layers with states, whose tensors
+// have dtypes of their own: one token (spec/state_steps.py) and many (spec/state_chunks.py).
 #pragma once
 
 #include "format.h"
@@ -16,7 +16,8 @@ constexpr int kMaxRotaryHeadDim = 1024;
 constexpr int kPackedOutputs = 8, kPackedInputs = 128;  // packed weights: of a tile, and of a slice of one
 
 struct RmsNormParams {
-  const void* x;       // [num_rows, num_channels], contiguous
+  const void* x;       // [num_rows, num_channels], rows contiguous
+  int64_t row_stride;  // of x; other tensors are contiguous
   const void* other;   // like x, added to it first; nullptr: nothing
   const void* weight;  // [num_channels]
   const void* gate;    // like x, whose SiLU multiplies the result; nullptr: nothing
@@ -98,6 +99,46 @@ struct DeltaStepParams {
   bool normalizes;
 };
 
+constexpr int kMaxChunkKeyDim = 128;  // channels of a key where a recurrence has many tokens
+
+// Sequences whose tokens lie in one row, one behind the other. Tokens of none, behind the last, give zeros.
+struct Sequences {
+  const int64_t* begins;  // [count + 1]: each one's first token, and where the last one ends
+  StepSlots slots;        // given; a slot that is written is read by its own sequence alone
+  int64_t num_tokens;     // of the row
+  int count;
+};
+
+// A causal convolution along each channel, of many tokens.
+struct ConvChunksParams {
+  const void* x;  // [1, channels, tokens]
+  Dtype dtype;    // of x and out
+  int64_t stride_c, stride_t;
+  Sequences sequences;
+  void* state;  // as in ConvStepParams, and what follows
+  Dtype state_dtype;
+  int64_t state_stride;
+  const void* weight;
+  const void* bias;
+  Dtype weight_dtype;
+  void* out;  // [1, tokens, channels], contiguous
+  int channels, state_len, width;
+  bool has_silu;
+};
+
+// The gated delta rule of many tokens; see DeltaStepParams. All vectors are float16, or all are bfloat16.
+struct DeltaChunksParams {
+  Dense query, key;   // [1, tokens, num_k_heads, key_dim]; rows begin at multiples of 16 bytes
+  Dense value;        // [1, tokens, num_heads, value_dim]; at multiples of 4 bytes, and value_dim is even
+  Dense decay, beta;  // g and beta, [1, tokens, num_heads], of any dtype
+  Sequences sequences;
+  float* state;  // [slots, num_heads, key_dim, value_dim], slots contiguous
+  int64_t state_stride;
+  void* out;  // like value in shape and query in dtype, contiguous
+  int num_k_heads, num_heads, key_dim, value_dim;
+  bool normalizes;
+};
+
 namespace cuda {
 
 // `stream` is on the current device.
@@ -107,6 +148,8 @@ void silu_mul(const SiluMulParams& params, void* stream);
 void packed_linear(const PackedLinearParams& params, void* stream);
 void conv_step(const ConvStepParams& params, void* stream);
 void delta_step(const DeltaStepParams& params, void* stream);
+void conv_chunks(const ConvChunksParams& params, void* stream);
+void delta_chunks(const DeltaChunksParams& params, void* stream);
 // Loads the first bytes of `memory` into the L2 cache. Writes nothing and does not wait.
 void prefetch(const void* memory, int64_t num_bytes, void* stream);
 

@@ -398,6 +398,28 @@ Tensor delta_step(const Tensor& query, const Tensor& key, const Tensor& value, c
   return out;
 }
 
+Tensor conv_chunks(const Tensor& x, const Tensor& state, const Tensor& weight, const std::optional<Tensor>& bias,
+                   bool has_silu, const Tensor& begins, const Tensor& read_slots, const Tensor& write_slots) {
+  ConvChunksParams params = conv_chunks_params(x, state, weight, bias, has_silu, begins, read_slots, write_slots);
+  const CudaDevice device(x);
+  const Tensor out = empty_beside(x, {1, params.sequences.num_tokens, params.channels});
+  params.out = out.data_ptr();
+  if (params.channels > 0 && params.sequences.count > 0) cuda::conv_chunks(params, device.stream);
+  return out;
+}
+
+Tensor delta_chunks(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g, const Tensor& beta,
+                    const Tensor& state, bool normalizes, const Tensor& begins, const Tensor& read_slots,
+                    const Tensor& write_slots) {
+  DeltaChunksParams params =
+      delta_chunks_params(query, key, value, g, beta, state, normalizes, begins, read_slots, write_slots);
+  const CudaDevice device(query);
+  const Tensor out = empty_beside(query, {1, params.sequences.num_tokens, params.num_heads, params.value_dim});
+  params.out = out.data_ptr();
+  if (params.num_heads > 0 && params.value_dim > 0) cuda::delta_chunks(params, device.stream);
+  return out;
+}
+
 Tensor split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots, int64_t min_tokens) {
   check_split_plan(lengths, starts, num_slots, min_tokens);
   const CudaDevice device(lengths);
@@ -466,6 +488,8 @@ KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("packed_linear", TORCH_BOX(&hf_kvquant::packed_linear));
   library.impl("conv_step", TORCH_BOX(&hf_kvquant::conv_step));
   library.impl("delta_step", TORCH_BOX(&hf_kvquant::delta_step));
+  library.impl("conv_chunks", TORCH_BOX(&hf_kvquant::conv_chunks));
+  library.impl("delta_chunks", TORCH_BOX(&hf_kvquant::delta_chunks));
   library.impl("prefetch", TORCH_BOX(&hf_kvquant::prefetch));
   library.impl("attend_latent", TORCH_BOX(&hf_kvquant::attend_latent<hf_kvquant::CudaDevice>));
   library.impl("split_plan", TORCH_BOX(&hf_kvquant::split_plan));

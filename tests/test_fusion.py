@@ -70,6 +70,21 @@ def test_rms_norm_sums_rows_as_torch_does(rows: int, channels: int, dtype: torch
 
 @CUDA_ONLY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 512), (5, 1, 1, 256), (1, 512), (7, 2048)], ids=str)
+def test_rms_norm_of_slices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Queries beside gates: the first half of each row."""
+    x = randn(*shape, dtype=dtype).chunk(2, dim=-1)[0]
+    weight = randn(x.shape[-1], dtype=dtype)
+    for gate in (None, randn(*x.shape, dtype=dtype)):
+        actual = FUSED.rms_norm(x, weight, None, 1e-6, True, gate)
+        same_bits(actual, reference.rms_norm(x, weight, None, 1e-6, True, gate), str(shape))
+        same_bits(actual, FUSED.rms_norm(x.contiguous(), weight, None, 1e-6, True, gate), str(shape))
+    mean = x.float().pow(2).mean(-1, keepdim=True)
+    same_bits(FUSED.rms_norm(x, weight, mean, 1e-6), reference.rms_norm(x, weight, mean, 1e-6), str(shape))
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 4), (3, 2, 5, 64), (2, 100), (2, 16384)], ids=str)
 def test_rms_norm_behind_a_mean(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
@@ -225,7 +240,8 @@ def test_shapes_that_do_not_fit(
             "rms_norm",
             0,
             lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
-            "rms_norm: `x` must be contiguous, got strides that are not. Call .contiguous().",
+            "rms_norm: `x` must have contiguous rows, equally far apart by a multiple of 16 bytes, got strides [1, 2, 2]. "
+            "Call .contiguous().",
         ),
         (
             "rms_norm",

@@ -361,7 +361,7 @@ def test_only_the_thread_of_a_step_takes_slots() -> None:
     found = []
 
     def ask() -> None:
-        found.append(takes_slots(layer, {CONV, DELTA}))
+        found.append(takes_slots(layer, REPLACED))
 
     ask()
     with fused(model):
@@ -374,7 +374,7 @@ def test_only_the_thread_of_a_step_takes_slots() -> None:
     # Mamba-2 has no such functions.
     mixer = next(each for each in models.family("bamba").modules() if type(each).__name__ == "BambaMixer")
     with fused(models.family("bamba")):
-        assert not takes_slots(mixer, {CONV, DELTA})
+        assert not takes_slots(mixer, REPLACED)
 
 
 @pytest.mark.parametrize("preset", ["none", "int8"])

@@ -31,6 +31,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from .. import ops
 from ..attention.registry import is_ours
 from ..cache.handle import noted
+from ..graphs.state_chunks import Sequences
 from ..spec import reference
 from ..spec.key_transform import KeyTransform
 from ..spec.pages import PageLayout
@@ -322,6 +323,7 @@ class PagedCache(PagedAttentionCache):
         states: Gives out the slots for states; `None` likewise.
         snapshots: States at the end of prefixes; `None` if no layer has a state, or nothing is shared.
         groups: The requests of the present forward.
+        sequences: The same in one row, for layers with a state; `None` where all of them decode, or no layer has one.
         counters: Scratch of the ops. Layers share it, because they run one after the other.
 
     Raises:
@@ -349,6 +351,7 @@ class PagedCache(PagedAttentionCache):
         self.allocator = allocator = PageAllocator(layers, self.allow_block_sharing, self.tails)
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
         self.groups: list[Group] = []
+        self.sequences: Sequences | None = None
         self.counters = ops.new_counters(torch.device(device))
         self.cache_allocators: dict[str, CacheAllocator] = {FULL_ATTENTION: allocator}
         self.layer_to_allocator = dict.fromkeys(layers, allocator)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from transformers.generation.continuous_batching.utils import (
 
 from ..graphs.capture import capturing, no_collection
 from ..graphs.fusion import fused
+from ..graphs.state_chunks import Sequences
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of
 from .cache import PagedCache
@@ -252,9 +253,11 @@ class Runner(ModelRunner):
             return  # prompts of one token that are to be forked, which models do not take
         if table is not None and all(past_of(state) > 0 for state in states):
             lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
-            groups = [self._decode_group(table, lengths)]
+            groups, self.cache.sequences = [self._decode_group(table, lengths)], None
         else:
-            groups = groups_of(map(self._request_of, states), torch.device(self.cache.device))
+            requests = [self._request_of(each) for each in states if each.query_length]
+            groups = groups_of(requests, torch.device(self.cache.device))
+            self.cache.sequences = self._sequences_of(requests)
         self.cache.groups = [self.cache.planned(group) for group in groups]
         with fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext():
             super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)
@@ -275,6 +278,16 @@ class Runner(ModelRunner):
             write = slots.masked_fill(is_padding, states.write_trash_slot)
         pages = table[self.cache.allocator.index]
         return Group(slice(0, len(lengths)), 1, pages, lengths, has_past=True, read_slots=read, write_slots=write)
+
+    def _sequences_of(self, requests: Sequence[Request]) -> Sequences | None:
+        """The requests of a step with prompts, for layers with a state: single tokens have better functions."""
+        states = self.cache.states
+        if states is None or all(request.q_len == 1 for request in requests):
+            return None
+        write = [request.slot for request in requests if request.slot is not None]
+        pairs = zip(write, requests, strict=True)
+        read = [slot if request.past else states.read_trash_slot for slot, request in pairs]
+        return Sequences.of([request.q_len for request in requests], read, write, torch.device(self.cache.device))
 
     def _request_of(self, each: FutureRequestState) -> Request:
         name, states = each.state.request_id, self.cache.states

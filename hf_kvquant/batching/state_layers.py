@@ -6,7 +6,8 @@ between sequences, PyTorch's versions do not, and a cache can hand over one stat
 more. So while a manager has the model, these modules have a `forward` of ours. It calls theirs for each group, as a
 batch `[requests, tokens of each]`: decode steps as `[requests, 1]`, prompts one after the other unless they are equally
 long. The cache that theirs gets then is one of transformers' own kind, with the states of these requests: copies, or
-the slots themselves where a captured step has functions that take them (`SlotStates`).
+the slots themselves where a captured step has functions that take them (`SlotStates`). Where prompts have such
+functions, too (`SequenceStates`), theirs runs once, for all tokens in one row.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..graphs.state_chunks import CONV_CHUNKS, DELTA_CHUNKS, serves_chunks
+from ..graphs.state_chunks import REPLACED as CHUNKS
 from ..graphs.state_steps import CONV, DELTA, takes_slots
+from ..graphs.state_steps import REPLACED as STEPS
 from ..upstream.releases import CACHE
 from .batch import Group
 from .cache import OF_BATCHES, PagedCache
-from .states import GroupLayer, StateLayout
+from .states import GroupLayer, SequencesLayer, StateLayout, StatePart
 
 # Methods of transformers' caches that layers with a state call. All of them are told the layer.
 OF_STATES = frozenset(
@@ -172,7 +176,7 @@ def _forward(module: Any, before: Callable[..., Any] | None, *args: Any, **kwarg
         **kwargs: What else the module takes.
 
     Returns:
-        `[1, tokens, hidden]`, zero for padding.
+        `[1, tokens, hidden]`. Padding has no effect on anything else.
     """
     forward = before or functools.partial(type(module).forward, module)
     cache = kwargs.get(CACHE)
@@ -184,15 +188,24 @@ def _forward(module: Any, before: Callable[..., Any] | None, *args: Any, **kwarg
     assert cache.states is not None
     planes = cache.states.planes[module.layer_idx]
     num_tokens, results = hidden.shape[1], []
-    functions = {CONV if part.is_conv else DELTA for part, _ in planes}
+    if cache.sequences is not None and num_tokens > 1 and _takes_sequences(module, planes, hidden.dtype):
+        layer = SequencesLayer(planes, cache.sequences)
+        return forward(hidden, **{CACHE: layer.as_cache(module.layer_idx)}, **kwargs)
+    functions = {name: STEPS[name] for name in (CONV if part.is_conv else DELTA for part, _ in planes)}
     for group in cache.groups:
-        layer = GroupLayer(planes, group, group.q_len == 1 and group.has_past and takes_slots(module, functions))
+        group_layer = GroupLayer(planes, group, group.q_len == 1 and group.has_past and takes_slots(module, functions))
         own = hidden[0, group.tokens].view(-1, group.q_len, hidden.shape[2])
-        results.append(forward(own, **{CACHE: layer.as_cache(module.layer_idx)}, **kwargs).flatten(0, 1))
-        layer.store()
+        results.append(forward(own, **{CACHE: group_layer.as_cache(module.layer_idx)}, **kwargs).flatten(0, 1))
+        group_layer.store()
     if len(results) == 1 and len(results[0]) == num_tokens:
         return results[0].unsqueeze(0)
     out = torch.zeros_like(hidden[0])
     for group, result in zip(cache.groups, results, strict=True):
         out[group.tokens] = result
     return out.unsqueeze(0)
+
+
+def _takes_sequences(module: nn.Module, planes: Sequence[tuple[StatePart, Tensor]], dtype: torch.dtype) -> bool:
+    """Whether functions of ours compute what a module does with its states, for tokens of this dtype in one row."""
+    functions = {name: CHUNKS[name] for name in (CONV_CHUNKS if part.is_conv else DELTA_CHUNKS for part, _ in planes)}
+    return takes_slots(module, functions) and all(serves_chunks(plane, part.is_conv, dtype) for part, plane in planes)

@@ -20,6 +20,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 
+from ..graphs.state_chunks import SequenceInputs, Sequences, SequenceStates
 from ..graphs.state_steps import SlotStates
 from ..spec.pages import Part, aligned
 from .batch import Group
@@ -163,8 +164,19 @@ class StateAllocator(SlotAllocator):
         self._copy_view[target].copy_(self._copy_view[source])
 
 
-class GroupLayer(LinearAttentionLayer):
-    """The states of one layer, for the requests of a group, as the layer of a cache of transformers'.
+class _OneLayer(LinearAttentionLayer):
+    """The states of one layer, as the layer of a cache of transformers'."""
+
+    def __init__(self, planes: list[tuple[StatePart, Tensor]]) -> None:
+        super().__init__(number_of_states=1 + max(part.state_idx for part, _ in planes))
+
+    def as_cache(self, layer_idx: int) -> Cache:
+        """A cache that has this layer at its index."""
+        return Cache(layers=[self] * (layer_idx + 1))
+
+
+class GroupLayer(_OneLayer):
+    """The states of one layer, for the requests of a group.
 
     It begins with copies of what their slots hold, or empty if they have no past. `store` writes them back: decode
     steps change states in place, and do not say so.
@@ -176,7 +188,7 @@ class GroupLayer(LinearAttentionLayer):
     """
 
     def __init__(self, planes: list[tuple[StatePart, Tensor]], group: Group, are_in_place: bool = False) -> None:
-        super().__init__(number_of_states=1 + max(part.state_idx for part, _ in planes))
+        super().__init__(planes)
         self._planes, self._group, self._are_in_place = planes, group, are_in_place
         if not group.has_past:
             return
@@ -207,9 +219,32 @@ class GroupLayer(LinearAttentionLayer):
             assert state is not None
             plane.index_copy_(0, self._group.write_slots, state.to(plane.dtype))
 
-    def as_cache(self, layer_idx: int) -> Cache:
-        """A cache that has this layer at its index."""
-        return Cache(layers=[self] * (layer_idx + 1))
+
+class SequencesLayer(_OneLayer):
+    """The states of one layer in the slots themselves, for sequences in one row. Functions of ours alone take them.
+
+    Args:
+        planes: Of the layer: see `StateLayout.planes`.
+        sequences: Whose slots are read and written.
+    """
+
+    def __init__(self, planes: list[tuple[StatePart, Tensor]], sequences: Sequences) -> None:
+        super().__init__(planes)
+        for part, plane in planes:
+            states: Any = SequenceStates.of(plane, sequences)
+            (self.conv_states if part.is_conv else self.recurrent_states)[part.state_idx] = states
+            self.has_previous_state[part.state_idx] = True
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Any:
+        """The inputs, with the state that they change when they are computed."""
+        states: Any = self.conv_states[state_idx]
+        return SequenceInputs(conv_states, states)
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        """The states, which are in their slots already."""
+        return recurrent_states
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ A decode step of Llama launches some thirty small kernels per layer: eight for e
 embedding, two for the product in the MLP, two for residual additions. While a step is recorded, `fused` replaces each
 of these by one kernel (an addition joins the kernel of the norm after it): it replaces the forwards of instances and
 `apply_rotary_pos_emb` in the globals of the model's own code, and intercepts additions. The run before the recording
-verifies each replacement (`trials.py`). `state_steps.py` does the same for layers with states, up to the order in which
-sums are added. Modules with hooks or with their own forwards are never replaced, nor is
-anything under autograd or autocast. An MLP's linear layers may have their own forwards, as in libraries for quantised
-weights. `packed_linear.py` has the linear layers that cost an extra kernel.
+verifies each replacement (`trials.py`). `state_steps.py` and `state_chunks.py` do the same for layers with states, up
+to the order in which sums are added. Modules with hooks or with their own forwards are never replaced, nor is anything
+under autograd or autocast. An MLP's linear layers may have their own forwards, as in libraries for quantised weights.
+`packed_linear.py` has the linear layers that cost an extra kernel.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from .. import ops
 from .._ops import ops as torch_ops
 from ..state import notes_on
+from . import state_chunks, state_steps
 from .packed_linear import is_tile_packed, packed_linear
-from .state_steps import REPLACED
 from .trials import Chooser, Function, random_like
 
 ROTARY = "apply_rotary_pos_emb"
@@ -72,7 +72,7 @@ def fused(model: nn.Module) -> Iterator[None]:
             else:
                 continue
             stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse, count)))
-        for name, replaced in {ROTARY: _rotary, **REPLACED}.items():
+        for name, replaced in {ROTARY: _rotary, **state_steps.REPLACED, **state_chunks.REPLACED}.items():
             for namespace in _namespaces(model, name):
                 original = vars(namespace)[name]
                 stack.callback(setattr, namespace, name, original)

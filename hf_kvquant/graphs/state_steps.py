@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,13 +60,12 @@ class SlotStates:
         self.plane.index_copy_(0, self.write, states.to(self.plane.dtype))
 
 
-def takes_slots(module: nn.Module, names: set[str]) -> bool:
-    """Whether functions of this thread's step take `SlotStates` from a module, all of these names."""
+def takes_slots(module: nn.Module, functions: Mapping[str, Function]) -> bool:
+    """Whether a module calls these functions of ours, by name, in this thread's step: they take `SlotStates`."""
     namespace = vars(sys.modules[type(module).__module__])
     return all(
-        getattr(namespace.get(name), "func", None) is REPLACED[name]
-        and namespace[name].args[2] == threading.get_ident()
-        for name in names
+        getattr(namespace.get(name), "func", None) is function and namespace[name].args[2] == threading.get_ident()
+        for name, function in functions.items()
     )
 
 
@@ -115,7 +114,7 @@ def conv_step(
             theirs,
             {"one kernel, in another order": ours},
             inputs=lambda: (few, plane[:_TRIED] if slots is None else slots.gathered(_TRIED)),
-            draws=_conv_draws,
+            draws=conv_draws,
             is_same=is_close,
         )
         if chosen is not None:
@@ -163,8 +162,8 @@ def delta_step(
     """
     slots = initial_state if isinstance(initial_state, SlotStates) else None
     plane = initial_state if slots is None else slots.plane
-    is_known = output_final_state and kwargs.get("cu_seqlens") is None and not kwargs.keys() & _OTHER_OPTIONS
-    is_known = is_known and isinstance(plane, Tensor) and threading.get_ident() == thread and query.shape[1] == 1
+    is_known = is_known_delta(output_final_state, kwargs) and isinstance(plane, Tensor)
+    is_known = is_known and threading.get_ident() == thread and query.shape[1] == 1
     options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **kwargs}
     if is_known and g is not None and beta is not None:
 
@@ -184,7 +183,7 @@ def delta_step(
             theirs,
             {"one kernel, in another order": ours},
             inputs=lambda: (*few, plane[:_TRIED] if slots is None else slots.gathered(_TRIED)),
-            draws=_delta_draws,
+            draws=delta_draws,
             is_same=is_close,
         )
         if chosen is not None:
@@ -200,13 +199,18 @@ def delta_step(
     return out, slots
 
 
-def _conv_draws(x: Tensor, state: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def conv_draws(x: Tensor, state: Tensor) -> Iterator[tuple[Tensor, ...]]:
     generator = torch.Generator(x.device).manual_seed(0)
     for magnitude in (1.0, 1e-3, 100.0):
         yield tuple(torch.empty_like(each).normal_(generator=generator).mul_(magnitude) for each in (x, state))
 
 
-def _delta_draws(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def is_known_delta(output_final_state: bool, options: Mapping[str, Any]) -> bool:
+    """Whether the kernels compute what the gated delta rule does with these options."""
+    return output_final_state and options.get("cu_seqlens") is None and not options.keys() & _OTHER_OPTIONS
+
+
+def delta_draws(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Vectors and states of several magnitudes, with decays and betas as gates give them."""
     generator = torch.Generator(tensors[0].device).manual_seed(0)
 
@@ -218,14 +222,18 @@ def _delta_draws(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield query, key, value * magnitude, -g.square() * magnitude, beta.sigmoid(), state * magnitude
 
 
-def is_close(actual: Any, expected: Any) -> bool:
-    """Whether tensors, or tuples of them, differ by no more than the order of sums and a rounding explain."""
+def is_close(actual: Any, expected: Any, least: float = 0.0) -> bool:
+    """Whether tensors, or tuples of them, differ by no more than the order of sums and a rounding explain.
+
+    `least` is the least unit of that rounding, relative to the largest number of a tensor.
+    """
     if isinstance(expected, tuple):
-        return len(actual) == len(expected) and all(map(is_close, actual, expected))
+        pairs = zip(actual, expected, strict=False)
+        return len(actual) == len(expected) and all(is_close(x, y, least) for x, y in pairs)
     if not isinstance(expected, Tensor) or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return False
     largest = float(expected.abs().max())
-    unit = _ROUNDINGS * torch.finfo(expected.dtype).eps + _SUM_ROUNDINGS * torch.finfo(torch.float32).eps
+    unit = _ROUNDINGS * max(torch.finfo(expected.dtype).eps, least) + _SUM_ROUNDINGS * torch.finfo(torch.float32).eps
     return bool(((actual - expected).abs() <= unit * largest).all())
 
 

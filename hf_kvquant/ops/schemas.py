@@ -13,9 +13,9 @@ of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
 kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. So does `packed_linear`, a
 linear layer with torchao's tile-packed int4 weights, which only `packed_linear.py` calls. `conv_step` and `delta_step`
-are one token of layers with states (`spec/state_steps.py`). Only `graphs/state_steps.py` calls them. `prefetch` loads
-weights into a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls it. `split_plan` is explained
-in `planning.py`.
+are one token of layers with states (`spec/state_steps.py`), `conv_chunks` and `delta_chunks` many
+(`spec/state_chunks.py`). Only the modules of these names in `graphs` call them. `prefetch` loads weights into a GPU's
+L2 cache before a linear layer needs them. Only `prefetch.py` calls it. `split_plan` is explained in `planning.py`.
 
 Kernels check everything that could corrupt memory (csrc/args.cpp). The checks here are few: sizes, dtypes and devices
 for the reference, so that PyTorch does not broadcast over a mistake, and what the fakes read.
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as torch_ops
-from ..spec import reference, state_steps
+from ..spec import reference, state_chunks, state_steps
 from ..spec.formats import BLOCK_SIZE, KVFormat
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
@@ -85,6 +85,10 @@ FUSED_SCHEMAS = (
     "Tensor? write_slots) -> Tensor",
     "delta_step(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor state, Tensor(a!) target, "
     "bool normalizes, Tensor? read_slots, Tensor? write_slots) -> Tensor",
+    "conv_chunks(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, bool has_silu, Tensor begins, "
+    "Tensor read_slots, Tensor write_slots) -> Tensor",
+    "delta_chunks(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) state, bool normalizes, "
+    "Tensor begins, Tensor read_slots, Tensor write_slots) -> Tensor",
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
 SPLIT_PLAN_SCHEMA = "split_plan(Tensor lengths, Tensor? starts, int num_slots, int min_tokens) -> Tensor"
@@ -593,8 +597,12 @@ def _packed_linear_fake(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_
     return x.new_empty((len(x), scale_and_zero.shape[1]))
 
 
-def _delta_step_fake(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Tensor:
+def _delta_fake(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Tensor:
     return query.new_empty(value.shape)
+
+
+def _conv_chunks_fake(x: Tensor, *args: object) -> Tensor:
+    return x.new_empty((1, x.shape[2], x.shape[1]))
 
 
 def _prefetch_fake(weight: Tensor, num_bytes: int) -> None:
@@ -661,7 +669,9 @@ for _name, _kernel, _fake in (
     ("silu_mul", reference.silu_mul, _fake_like("silu_mul", "gate")),
     ("packed_linear", reference.packed_linear, _packed_linear_fake),
     ("conv_step", state_steps.conv_step, _fake_like("conv_step", "x")),
-    ("delta_step", state_steps.delta_step, _delta_step_fake),
+    ("delta_step", state_steps.delta_step, _delta_fake),
+    ("conv_chunks", state_chunks.conv_chunks, _conv_chunks_fake),
+    ("delta_chunks", state_chunks.delta_chunks, _delta_fake),
     ("prefetch", _prefetch, _prefetch_fake),
     ("split_plan", split_plan_reference, _split_plan_fake),
 ):

@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     norm_row(const __grid_constant__ RmsNormParams params, SummingThreads threads, float factor) {
   const int num_vectors = params.num_channels / kFusedVector, t = threadIdx.x, num_threads = blockDim.x;
   const int64_t first = int64_t{blockIdx.x} * num_vectors;
-  const auto row = [&params, first](int v) {
-    Vector<kDtype> x = static_cast<const Vector<kDtype>*>(params.x)[first + v];
+  const int64_t first_of_x = int64_t{blockIdx.x} * (params.row_stride / kFusedVector);
+  const auto row = [&params, first, first_of_x](int v) {
+    Vector<kDtype> x = static_cast<const Vector<kDtype>*>(params.x)[first_of_x + v];
     if constexpr (kAdds) {
       const Vector<kDtype> other = static_cast<const Vector<kDtype>*>(params.other)[first + v];
       for_all<kFusedVector>([&](int i) { x.elements[i] = narrowed<kDtype>(__fadd_rn(x[i], other[i])); });

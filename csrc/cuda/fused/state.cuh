@@ -1,0 +1,37 @@
+// What the kernels of layers with states share: numbers of any dtype, and slots.
+#pragma once
+
+#include "../../fused.h"
+#include "../common/codes.cuh"
+
+namespace hf_kvquant::cuda {
+
+constexpr float kNormEps = 1e-6f;  // as NORM_EPS in spec/state_steps.py
+
+// The dtype differs from one tensor to the next, and these loads are few.
+__device__ __forceinline__ float loaded(const void* data, Dtype dtype, int64_t i) {
+  if (dtype == Dtype::fp32) return static_cast<const float*>(data)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(data)[i];
+  return dtype == Dtype::fp16 ? half_to_float(bits) : __uint_as_float(uint32_t{bits} << 16);
+}
+
+__device__ __forceinline__ void store(void* data, Dtype dtype, int64_t i, float x) {
+  if (dtype == Dtype::fp32) {
+    static_cast<float*>(data)[i] = x;
+  } else {
+    static_cast<uint16_t*>(data)[i] = dtype == Dtype::fp16 ? float_to_half(x) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  }
+}
+
+__device__ __forceinline__ float rounded(Dtype dtype, float x) {
+  if (dtype == Dtype::fp32) return x;
+  return dtype == Dtype::fp16 ? half_to_float(float_to_half(x)) : __bfloat162float(__float2bfloat16_rn(x));
+}
+
+// A slot, or -1 if the number is none.
+__device__ __forceinline__ int64_t slot_of(const int64_t* slots, int b, int64_t num_slots) {
+  const int64_t slot = slots == nullptr ? b : slots[b];
+  return slot >= 0 && slot < num_slots ? slot : -1;
+}
+
+}  // namespace hf_kvquant::cuda

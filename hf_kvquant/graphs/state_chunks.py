@@ -1,0 +1,269 @@
+"""Many tokens of layers with states in one call for all sequences of a step, while functions are replaced.
+
+For prompts, models of Qwen3-Next's kind call two functions of their module: a causal convolution and the gated delta
+rule in chunks. PyTorch's versions take sequences of one length and start each from a copy of its state, so a step with
+many prompts and decoding requests would call them for each length, with some twenty kernels a chunk. `fused` puts
+kernels of ours in place of both (csrc/cuda/fused/state_chunks.cu), which take the tokens of all sequences in one row
+and read and write states in the slots of a cache. A model gets a `SequenceStates` in place of a state, and a
+`SequenceInputs` in place of a convolution's inputs, which these functions alone understand. Everything else, above all
+the projections, then runs once for all tokens.
+
+A trial compares results with those of the model's own function, sequence by sequence. They may differ by what rounding
+to the dtype of the vectors explains: fla's version rounds to it between its products, ours only at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._ops import ops as torch_ops
+from .state_steps import SlotStates, conv_draws, delta_draws, is_close, is_known_delta
+from .trials import Chooser, Function
+
+CONV_CHUNKS, DELTA_CHUNKS = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+# Options of the convolution that change its result, and that the kernel does not have (causal-conv1d 1.5, fla 0.6).
+# Models pass on others, which are not for it.
+_OTHER_OPTIONS = frozenset(
+    "seq_idx initial_states return_final_states final_states_out residual initial_state output_final_state cu_seqlens "
+    "cu_seq_lens_q".split()
+)
+# Tokens of a trial, of two sequences: more than a chunk of 64 in the longer one.
+_TRIED_TOKENS = 150
+# What the kernel for the delta rule takes; see csrc/args.cpp.
+_DTYPES, _MOST_KEY_DIM = (torch.float16, torch.bfloat16), 128
+# Shared memory that it needs for float16, whose vectors become two numbers each; 8.6 and 8.9 have less.
+_BYTES_OF_HALVES = 128 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The sequences of a step, whose tokens lie in one row. Tokens behind the last are padding.
+
+    Attributes:
+        ends: On the host: 0, and where each sequence ends.
+        begins: The same on the device, `[sequences + 1]` int64.
+        read: `[sequences]` int64: the slots from which their states are read, of zeros for sequences without a past.
+        write: Likewise, to which they are written.
+    """
+
+    ends: Sequence[int]
+    begins: Tensor
+    read: Tensor
+    write: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], read: Sequence[int], write: Sequence[int], device: torch.device) -> Sequences:
+        """From the tokens and slots of each."""
+        ends = [0, *itertools.accumulate(lengths)]
+        begins, *slots = torch.tensor([ends, [*read, 0], [*write, 0]], dtype=torch.int64, device=device)
+        return cls(ends, begins, *(each[:-1] for each in slots))
+
+    @property
+    def tokens(self) -> Iterator[slice]:
+        """Where the tokens of each are."""
+        return (slice(begin, end) for begin, end in itertools.pairwise(self.ends))
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceStates(SlotStates):
+    """One state of all sequences, where it lies in the slots of a cache.
+
+    Attributes:
+        sequences: Whose `read` and `write` are those of the states.
+    """
+
+    sequences: Sequences
+
+    @classmethod
+    def of(cls, plane: Tensor, sequences: Sequences) -> SequenceStates:
+        """The states of a plane, `[slots, …]`."""
+        return cls(plane, sequences.read, sequences.write, sequences)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceInputs:
+    """What a convolution takes in, and the state with the inputs before.
+
+    Attributes:
+        x: `[1, channels, tokens]`.
+        states: Of the convolution.
+    """
+
+    x: Tensor
+    states: SequenceStates
+
+
+def serves_chunks(state: Tensor, is_conv: bool, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for a plane of states, `[slots, …]`, and vectors of this dtype."""
+    if is_conv or not state.is_cuda:  # PyTorch's version has no limits
+        return True
+    key_dim, value_dim = state.shape[2:]
+    gpu: Any = torch.cuda.get_device_properties(state.device)
+    has_room = dtype is not torch.float16 or gpu.shared_memory_per_block_optin >= _BYTES_OF_HALVES
+    return dtype in _DTYPES and key_dim % 8 == 0 and key_dim <= _MOST_KEY_DIM and value_dim % 2 == 0 and has_room
+
+
+def conv_chunks(
+    chooser: Chooser,
+    original: Function,
+    thread: int,
+    hidden_states: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The replaced `causal_conv1d_fn`. It only changes what becomes of `SequenceInputs`.
+
+    Args:
+        chooser: Of the model.
+        original: What is replaced.
+        thread: Whose step this is.
+        hidden_states: `[batch, channels, tokens]`, or a `SequenceInputs`.
+        weight: `[channels, width]`.
+        bias: `[channels]`, if there is one.
+        activation: "silu", or `None`.
+        **kwargs: Anything else, which only the original knows.
+
+    Returns:
+        `[batch, channels, tokens]`; of a `SequenceInputs`, `[1, channels, tokens]`.
+    """
+    options: dict[str, Any] = {"weight": weight, "bias": bias, "activation": activation, **kwargs}
+    if not isinstance(hidden_states, SequenceInputs):
+        return original(hidden_states, **options)
+    x, states, has_silu = hidden_states.x, hidden_states.states, activation == "silu"
+
+    def ours(x: Tensor, state: Tensor, sequences: Sequences) -> Tensor:
+        where = sequences.begins, sequences.read, sequences.write
+        out: Tensor = torch_ops.conv_chunks(x, state, weight, bias, has_silu, *where)
+        return out.transpose(1, 2)
+
+    def theirs(x: Tensor, states: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        out, new = torch.zeros_like(x), []
+        for tokens, state in zip(sequences.tokens, states, strict=True):
+            seen = torch.cat((state.unsqueeze(0), x[:, :, tokens].to(state.dtype)), dim=-1)
+            count = tokens.stop - tokens.start
+            out[:, :, tokens] = original(seen, **options)[:, :, seen.shape[-1] - count :]
+            new.append(seen[:, :, count:])
+        return out, torch.cat(new)
+
+    is_known = activation in (None, "silu") and not kwargs.keys() & _OTHER_OPTIONS
+    if is_known and threading.get_ident() == thread:
+        few = x[:, :, :_TRIED_TOKENS]
+        chosen = chooser.choose(
+            CONV_CHUNKS,
+            (original, has_silu, bias is None),
+            (few[0], states.plane[:1], weight),
+            functools.partial(_tried, theirs, 2),
+            {"one kernel for all sequences": functools.partial(_tried_in_place, ours, 2)},
+            inputs=lambda: (few, states.gathered(1).repeat(2, 1, 1)),
+            draws=conv_draws,
+            is_same=is_close,
+        )
+        if chosen is not None:
+            return ours(x, states.plane, states.sequences)
+    out, new = theirs(x, states.gathered(), states.sequences)
+    states.store(new)
+    return out
+
+
+def delta_chunks(
+    chooser: Chooser,
+    original: Function,
+    thread: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """The replaced `torch_chunk_gated_delta_rule`. It only changes what becomes of `SequenceStates`.
+
+    Args:
+        chooser: Of the model.
+        original: What is replaced.
+        thread: Whose step this is.
+        query: `[batch, tokens, num_k_heads, key_dim]`.
+        key: Like `query`.
+        value: `[batch, tokens, num_heads, value_dim]`.
+        g: `[batch, tokens, num_heads]`: logarithms of decays.
+        beta: Like `g`.
+        initial_state: `[batch, num_heads, key_dim, value_dim]`, `None` for zeros, or a `SequenceStates`.
+        output_final_state: Whether the new states are returned.
+        use_qk_l2norm_in_kernel: Whether queries and keys are normalised first.
+        **kwargs: Others, which may change nothing.
+
+    Returns:
+        `[batch, tokens, num_heads, value_dim]`, and the new states. If they came in slots, they are there already.
+    """
+    normalizes, states = use_qk_l2norm_in_kernel, initial_state
+    options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": normalizes, **kwargs}
+    if not isinstance(states, SequenceStates):
+        return original(query, key, value, g=g, beta=beta, initial_state=states, **options)
+
+    def ours(*inputs: Any) -> Tensor:
+        *vectors, state, sequences = inputs
+        where = sequences.begins, sequences.read, sequences.write
+        out: Tensor = torch_ops.delta_chunks(*vectors, state, normalizes, *where)
+        return out
+
+    def theirs(*inputs: Any) -> tuple[Tensor, Tensor]:
+        *vectors, states, sequences = inputs
+        out, new = torch.zeros_like(vectors[2], dtype=vectors[0].dtype), states.clone()
+        for i, tokens in enumerate(sequences.tokens):
+            if tokens.start < tokens.stop:
+                query, key, value, g, beta = (x if x is None else x[:, tokens] for x in vectors)
+                state = states[i : i + 1]
+                out[:, tokens], final = original(query, key, value, g=g, beta=beta, initial_state=state, **options)
+                new[i] = final[0]
+        return out, new
+
+    vectors = query, key, value, g, beta
+    if g is not None and beta is not None and threading.get_ident() == thread:
+        few = [x[:, :_TRIED_TOKENS] for x in (query, key, value, g, beta)]
+        chosen = None
+        if is_known_delta(output_final_state, kwargs):
+            chosen = chooser.choose(
+                DELTA_CHUNKS,
+                (original, normalizes),
+                (*(x[0] for x in few), states.plane[:1]),
+                functools.partial(_tried, theirs, 1),
+                {"one kernel for all sequences": functools.partial(_tried_in_place, ours, 1)},
+                inputs=lambda: (*few, states.gathered(1).repeat(2, 1, 1, 1)),
+                draws=delta_draws,
+                is_same=functools.partial(is_close, least=torch.finfo(query.dtype).eps),
+            )
+        if chosen is not None:
+            return ours(*vectors, states.plane, states.sequences), states
+    out, new = theirs(*vectors, states.gathered(), states.sequences)
+    states.store(new)
+    return out, states
+
+
+def _tried(function: Callable[..., Any], axis: int, *inputs: Tensor) -> Any:
+    """The results of a function for two sequences: their tokens on an axis of the first input, their states last."""
+    count = inputs[0].shape[axis]
+    lengths = count // 4, count - count // 4
+    return function(*inputs, Sequences.of(lengths, (0, 1), (0, 1), inputs[0].device))
+
+
+def _tried_in_place(function: Callable[..., Tensor], axis: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Like `_tried`, of a function that changes states in place."""
+    *others, states = inputs
+    states = states.clone()
+    return _tried(function, axis, *others, states), states
+
+
+REPLACED: dict[str, Callable[..., Any]] = {CONV_CHUNKS: conv_chunks, DELTA_CHUNKS: delta_chunks}
