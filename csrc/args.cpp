@@ -435,9 +435,8 @@ int64_t row_stride(const char* where, const char* name, const Tensor& x) {
     is_even = is_even && x.stride(axis) == stride * count;
     count *= x.size(axis);
   }
-  const int64_t bytes = stride * static_cast<int64_t>(x.element_size());
-  KVQ_CHECK(is_even && bytes % kVectorBytes == 0, where, ": `", name, "` must have contiguous rows, equally far apart ",
-            "by a multiple of ", kVectorBytes, " bytes, got strides ", spell(x.strides()), ". Call .contiguous().");
+  KVQ_CHECK(is_even && stride % kFusedVector == 0, where, ": `", name, "` must have contiguous rows, equally far apart ",
+            "by a multiple of ", kFusedVector, " numbers, got strides ", spell(x.strides()), ". Call .contiguous().");
   KVQ_CHECK(reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kVectorBytes == 0, where, ": `", name,
             "` must start at a multiple of ", kVectorBytes, " bytes, got a view that does not. Call .clone().");
   return stride;
@@ -920,11 +919,12 @@ DeltaChunksParams delta_chunks_params(const Tensor& query, const Tensor& key, co
             ". Use the model's own function.");
   KVQ_CHECK(params.value_dim % 2 == 0, Subject{kWhere, "value"}, "have an even number of channels, got ",
             params.value_dim, ". Use the model's own function.");
+  KVQ_CHECK(params.query.dtype != Dtype::fp32, Subject{kWhere, "query"}, "be float16 or bfloat16, got ",
+            name_of(query.scalar_type()), ". Use the model's own function.");
   const auto check_vectors = [&](const char* name, const Tensor& x, const Dense& rows, int64_t bytes) {
     const Subject subject{kWhere, name};
-    KVQ_CHECK(rows.dtype != Dtype::fp32 && rows.dtype == params.query.dtype, subject,
-              "be float16 or bfloat16 like all vectors, got ", name_of(x.scalar_type()),
-              ". Use the model's own function.");
+    KVQ_CHECK(rows.dtype == params.query.dtype, subject, "be ", name_of(query.scalar_type()), " like `query`, got ",
+              name_of(x.scalar_type()), ". Use the model's own function.");
     const bool fits = reinterpret_cast<uintptr_t>(rows.data) % bytes == 0 && rows.stride_h * 2 % bytes == 0 &&
                       rows.stride_t * 2 % bytes == 0;
     KVQ_CHECK(fits, subject, "have rows that begin at multiples of ", bytes, " bytes, got strides ",

@@ -240,7 +240,7 @@ def test_shapes_that_do_not_fit(
             "rms_norm",
             0,
             lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
-            "rms_norm: `x` must have contiguous rows, equally far apart by a multiple of 16 bytes, got strides "
+            "rms_norm: `x` must have contiguous rows, equally far apart by a multiple of 4 numbers, got strides "
             "[1, 2, 2]. Call .contiguous().",
         ),
         (

@@ -58,7 +58,8 @@ def fused(model: nn.Module) -> Iterator[None]:
         notes = notes_on(model)
         notes.fusion = chooser = notes.fusion or Chooser()
         additions = _Additions(chooser)
-        for module in model.modules():
+        modules = list(model.modules())
+        for module in modules:
             fuse: Callable[..., Tensor | None]
             count = 1
             if _is_norm(module) and _is_gated(type(module).forward):
@@ -72,9 +73,12 @@ def fused(model: nn.Module) -> Iterator[None]:
             else:
                 continue
             stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse, count)))
+        namespaces = _namespaces(modules)
         for name, replaced in {ROTARY: _rotary, **state_steps.REPLACED, **state_chunks.REPLACED}.items():
-            for namespace in _namespaces(model, name):
-                original = vars(namespace)[name]
+            for namespace in namespaces:
+                original = vars(namespace).get(name)
+                if not callable(original):
+                    continue
                 stack.callback(setattr, namespace, name, original)
                 setattr(namespace, name, functools.partial(replaced, chooser, original, threading.get_ident()))
         stack.enter_context(additions)
@@ -318,11 +322,10 @@ def _mlp_draws(gate: Tensor, up: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield numbers, torch.ones_like(numbers)
 
 
-def _namespaces(model: nn.Module, name: str) -> list[ModuleType]:
-    """The Python modules that define a model's classes and have a function of this name."""
-    names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    found = [sys.modules[each] for each in sorted(names) if each in sys.modules]
-    return [namespace for namespace in found if callable(vars(namespace).get(name))]
+def _namespaces(modules: list[nn.Module]) -> list[ModuleType]:
+    """The Python modules that define the classes of a model's modules."""
+    names = {base.__module__ for kind in {type(module) for module in modules} for base in kind.__mro__}
+    return [sys.modules[each] for each in sorted(names) if each in sys.modules]
 
 
 def _rotary(chooser: Chooser, original: Function, thread: int, *args: Any, **kwargs: Any) -> Any:

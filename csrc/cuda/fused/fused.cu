@@ -24,6 +24,7 @@ constexpr int kWarp = 32;
 constexpr int kMaxThreads = 512;  // in PyTorch's reductions, and in a row's thread block here
 constexpr int kMaxHeight = kMaxThreads / kWarp;
 constexpr int kElementwiseThreads = 128;
+constexpr int kMostShortRows = 8;  // that a thread block has a warp for
 
 // --- numbers
 
@@ -130,13 +131,23 @@ __device__ __forceinline__ float summed(float sum, SummingThreads threads) {
   return __shfl_sync(0xffffffffu, sum, 0);
 }
 
-// kPerThread: the most vectors per thread.
-template <Dtype kDtype, int kPerThread, bool kAdds>
+// The same where one warp has a row.
+__device__ __forceinline__ float summed_in_warp(float sum) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sum = __fadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, offset));
+  }
+  return __shfl_sync(0xffffffffu, sum, 0);
+}
+
+// kPerThread: the most vectors per thread. kIsWarp: a thread block has a row for each warp, else one.
+template <Dtype kDtype, int kPerThread, bool kAdds, bool kIsWarp>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_row(const __grid_constant__ RmsNormParams params, SummingThreads threads, float factor) {
-  const int num_vectors = params.num_channels / kFusedVector, t = threadIdx.x, num_threads = blockDim.x;
-  const int64_t first = int64_t{blockIdx.x} * num_vectors;
-  const int64_t first_of_x = int64_t{blockIdx.x} * (params.row_stride / kFusedVector);
+  const int num_vectors = params.num_channels / kFusedVector, num_threads = kIsWarp ? kWarp : blockDim.x;
+  const int t = threadIdx.x % num_threads;
+  const int64_t number = kIsWarp ? int64_t{blockIdx.x} * (blockDim.x / kWarp) + threadIdx.x / kWarp : blockIdx.x;
+  if (kIsWarp && number >= params.num_rows) return;
+  const int64_t first = number * num_vectors, first_of_x = number * (params.row_stride / kFusedVector);
   const auto row = [&params, first, first_of_x](int v) {
     Vector<kDtype> x = static_cast<const Vector<kDtype>*>(params.x)[first_of_x + v];
     if constexpr (kAdds) {
@@ -160,7 +171,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   float mean;
   if (params.mean != nullptr) {
-    mean = params.mean[blockIdx.x];
+    mean = params.mean[number];
   } else {
     // Other threads have just loaded these, so they come from the L1 cache.
     float sums[kFusedVector] = {};
@@ -173,7 +184,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       }
     }
     const float sum = __fadd_rn(__fadd_rn(__fadd_rn(sums[0], sums[1]), sums[2]), sums[3]);
-    mean = __fmul_rn(summed(sum, threads), factor);
+    mean = __fmul_rn(kIsWarp ? summed_in_warp(sum) : summed(sum, threads), factor);
   }
   const float inverse = rsqrtf(__fadd_rn(mean, params.eps));
 
@@ -276,11 +287,15 @@ void rms_norm(const RmsNormParams& params, void* stream) {
   for_dtype(params.dtype, [&](auto dtype) {
     constexpr Dtype kDtype = decltype(dtype)::value;
     const bool is_short = num_vectors <= kFew * num_threads;
-    const auto kernel = params.other == nullptr
-                            ? (is_short ? norm_row<kDtype, kFew, false> : norm_row<kDtype, kMany, false>)
-                            : (is_short ? norm_row<kDtype, kFew, true> : norm_row<kDtype, kMany, true>);
-    const dim3 grid(static_cast<unsigned>(params.num_rows));
-    launch("rms_norm", kernel, early(kernel, grid, num_threads, 0, stream), params, threads, factor);
+    const bool is_warp = params.other == nullptr && num_threads == kWarp && threads.height == 1;
+    const auto kernel = is_warp ? norm_row<kDtype, 1, false, true>
+                        : params.other == nullptr
+                            ? (is_short ? norm_row<kDtype, kFew, false, false> : norm_row<kDtype, kMany, false, false>)
+                            : (is_short ? norm_row<kDtype, kFew, true, false> : norm_row<kDtype, kMany, true, false>);
+    const int64_t rows_per_cta = is_warp ? std::min<int64_t>(kMostShortRows, params.num_rows) : 1;
+    const dim3 grid(static_cast<unsigned>((params.num_rows + rows_per_cta - 1) / rows_per_cta));
+    const int cta_threads = static_cast<int>(rows_per_cta) * num_threads;
+    launch("rms_norm", kernel, early(kernel, grid, cta_threads, 0, stream), params, threads, factor);
   });
 }
 

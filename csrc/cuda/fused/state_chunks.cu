@@ -29,7 +29,8 @@ constexpr int kOperand = 16;        // rows and summed numbers of a product
 constexpr int kWarps = kTokens / kOperand, kDeltaThreads = kWarps * kLanes;
 constexpr int kColumnTiles = kColumns / 8, kTokenTiles = kTokens / 8;
 constexpr int kVector = 8;          // numbers of 16 bits that are loaded at a time
-constexpr int kConvThreads = 128, kConvTokens = 32;
+constexpr int kLineBytes = 128;     // of the L2 cache
+constexpr int kConvThreads = 128, kConvTokens = 64, kConvLoads = 8;
 
 // The tokens of a sequence, [begin, end). Numbers that are no tokens are left out.
 struct Span {
@@ -55,7 +56,8 @@ __device__ __forceinline__ float input_at(const ConvChunksParams& params, const 
   return loaded(params.state, params.state_dtype, at);
 }
 
-// A thread block has 32 tokens, and a thread one channel of all of them.
+// A thread block has 64 tokens, and a thread one channel of all of them. It loads several at a time.
+template <Dtype kDtype>
 __global__ void __launch_bounds__(kConvThreads) conv_tokens(const __grid_constant__ ConvChunksParams params) {
   const int c = static_cast<int>(blockIdx.x) * kConvThreads + static_cast<int>(threadIdx.x);
   if (c >= params.channels) return;
@@ -76,34 +78,44 @@ __global__ void __launch_bounds__(kConvThreads) conv_tokens(const __grid_constan
     const int middle = (s + end) / 2;
     (sequences.begins[middle] <= first ? s : end) = middle;
   }
-  bool is_new = true;  // whether `seen` is of another sequence
-  for (int64_t t = first; t < last; ++t) {
-    while (s < sequences.count && t >= span_of(sequences, s).end) ++s, is_new = true;
-    if (s == sequences.count || t < span_of(sequences, s).begin) {
-      store(params.out, params.dtype, t * params.channels + c, 0.f);
-      continue;
+  for (int64_t t = first; t < last;) {
+    Span span{last, last};
+    while (s < sequences.count) {
+      span = span_of(sequences, s);
+      if (t < span.end) break;
+      ++s, span = {last, last};
     }
-    if (is_new) {
-      const Span span = span_of(sequences, s);
-      const int64_t read = slot_of(sequences.slots.read, s, sequences.slots.num_slots);
+    for (const int64_t stop = min(span.begin, last); t < stop; ++t) {  // tokens of none
+      store(params.out, kDtype, t * params.channels + c, 0.f);
+    }
+    if (t == last) return;
+    const int64_t read = slot_of(sequences.slots.read, s, sequences.slots.num_slots), stop = min(span.end, last);
 #pragma unroll
-      for (int i = 0; i + 1 < kMaxConvWidth; ++i) {
-        if (i + 1 < params.width) seen[i + 1] = rounded(dtype, input_at(params, span, read, t - params.width + 1 + i, c));
+    for (int i = 0; i + 1 < kMaxConvWidth; ++i) {
+      if (i + 1 < params.width) seen[i + 1] = rounded(dtype, input_at(params, span, read, t - params.width + 1 + i, c));
+    }
+    for (; t < stop; t += kConvLoads) {
+      float x[kConvLoads];
+#pragma unroll
+      for (int j = 0; j < kConvLoads; ++j) {
+        x[j] = t + j < stop ? loaded(params.x, kDtype, (t + j) * params.stride_t + c * params.stride_c) : 0.f;
       }
-      is_new = false;
-    }
-    const float x = rounded(dtype, loaded(params.x, params.dtype, t * params.stride_t + c * params.stride_c));
-    float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < kMaxConvWidth; ++i) {
-      if (i + 1 < params.width) seen[i] = seen[i + 1];
-      if (i + 1 == params.width) seen[i] = x;
-      if (i < params.width) sum = fmaf(weight[i], seen[i], sum);
+      for (int j = 0; j < kConvLoads; ++j) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kMaxConvWidth; ++i) {
+          if (i + 1 < params.width) seen[i] = seen[i + 1];
+          if (i + 1 == params.width) seen[i] = rounded(dtype, x[j]);
+          if (i < params.width) sum = fmaf(weight[i], seen[i], sum);
+        }
+        if (params.bias != nullptr) sum += bias;
+        sum = rounded(dtype, sum);
+        if (params.has_silu) sum = rounded(dtype, sum / (1.f + expf(-sum)));
+        if (t + j < stop) store(params.out, kDtype, (t + j) * params.channels + c, sum);
+      }
     }
-    if (params.bias != nullptr) sum += bias;
-    sum = rounded(dtype, sum);
-    if (params.has_silu) sum = rounded(dtype, sum / (1.f + expf(-sum)));
-    store(params.out, params.dtype, t * params.channels + c, sum);
+    t = stop;
   }
 }
 
@@ -417,6 +429,12 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_tokens(const __grid_co
       new_values[n][half] = i < count && column < params.value_dim ? *reinterpret_cast<const uint32_t*>(from) : 0u;
     });
     __syncthreads();
+    if (const int64_t next = first + kTokens + thread % kTokens; next < span.end) {
+      const Dense& x = thread < kTokens ? params.key : params.query;
+      const uint16_t* const from = static_cast<const uint16_t*>(x.data) + next * x.stride_t + k_head * x.stride_h;
+      for (int c = 0; c < params.key_dim; c += kLineBytes / 2) prefetch(from + c);
+      if (thread < kTokens) prefetch(value + next * params.value.stride_t + first_column);
+    }
     {
       const int i = thread % kTokens;
       const float squares =
@@ -623,7 +641,10 @@ void conv_chunks(const ConvChunksParams& params, void* stream) {
     launch(kWhere, kernel, {grid, kConvThreads, 0, stream, false}, params);
   };
   if (params.sequences.num_tokens > 0) {
-    launch_over(conv_tokens, (params.sequences.num_tokens + kConvTokens - 1) / kConvTokens);
+    const auto kernel = params.dtype == Dtype::fp32   ? conv_tokens<Dtype::fp32>
+                        : params.dtype == Dtype::fp16 ? conv_tokens<Dtype::fp16>
+                                                      : conv_tokens<Dtype::bf16>;
+    launch_over(kernel, (params.sequences.num_tokens + kConvTokens - 1) / kConvTokens);
   }
   launch_over(conv_states, params.sequences.count);
 }

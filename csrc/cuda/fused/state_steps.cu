@@ -10,8 +10,46 @@
 namespace hf_kvquant::cuda {
 namespace {
 
-constexpr int kWarp = 32, kMaxParts = 8, kMaxDeltaThreads = kWarp * kMaxParts;
+constexpr int kWarp = 32, kMaxParts = 16, kMaxDeltaThreads = kWarp * kMaxParts;
 constexpr int kConvThreads = 256;
+
+// Four numbers of 16 bits, which are loaded and stored at once.
+constexpr int kPacked = 4;
+
+__device__ __forceinline__ void load_packed(const void* data, Dtype dtype, int64_t first, float (&x)[kPacked]) {
+  const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + first);
+  const uint32_t pairs[2] = {words.x, words.y};
+#pragma unroll
+  for (int i = 0; i < kPacked; ++i) {
+    const uint16_t bits = pairs[i / 2] >> (16 * (i % 2));
+    x[i] = dtype == Dtype::fp16 ? half_to_float(bits) : __uint_as_float(uint32_t{bits} << 16);
+  }
+}
+
+// The same for a state of four inputs and weights of as many, all of 16 bits and one dtype.
+__global__ void __launch_bounds__(kConvThreads) step_packed_conv(const __grid_constant__ ConvStepParams params) {
+  const int64_t number = int64_t{blockIdx.x} * kConvThreads + threadIdx.x;
+  if (number >= int64_t{params.batch} * params.channels) return;
+  const int b = static_cast<int>(number / params.channels), c = static_cast<int>(number % params.channels);
+  const int64_t read = slot_of(params.slots.read, b, params.slots.num_slots);
+  const int64_t write = slot_of(params.slots.write, b, params.slots.num_slots);
+  const Dtype dtype = params.dtype;
+  float seen[kPacked] = {}, weight[kPacked];
+  if (read >= 0) load_packed(params.state, dtype, read * params.state_stride + int64_t{c} * kPacked, seen);
+  load_packed(params.weight, dtype, int64_t{c} * kPacked, weight);
+  const float x = loaded(params.x, dtype, b * params.stride_b + c * params.stride_c);
+  const float inputs[kPacked] = {seen[1], seen[2], seen[3], x};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kPacked; ++i) sum = fmaf(weight[i], inputs[i], sum);
+  if (params.bias != nullptr) sum += loaded(params.bias, dtype, c);
+  sum = rounded(dtype, sum);
+  if (params.has_silu) sum = rounded(dtype, sum / (1.f + expf(-sum)));
+  store(params.out, dtype, number, sum);
+  if (write < 0) return;
+  uint16_t* const to = static_cast<uint16_t*>(params.state) + write * params.state_stride + int64_t{c} * kPacked;
+  *reinterpret_cast<uint2*>(to) = {narrow(dtype, inputs[0], inputs[1]), narrow(dtype, inputs[2], inputs[3])};
+}
 
 // A thread for each channel of a sequence.
 __global__ void __launch_bounds__(kConvThreads) step_conv(const __grid_constant__ ConvStepParams params) {
@@ -68,38 +106,64 @@ __device__ __forceinline__ float summed(float x, float (&scratch)[kMaxParts]) {
   return sum;
 }
 
-// The sum over warps of a number that each of their lanes has, for that lane.
-__device__ __forceinline__ float summed_by_lane(float x, float (&scratch)[kMaxParts][kWarp]) {
+// The sums over warps of numbers that each of their lanes has, for that lane.
+template <int kCount>
+__device__ __forceinline__ void sum_by_lane(float (&x)[kCount], float (&scratch)[kMaxParts][kWarp * kCount]) {
   const int lane = threadIdx.x % kWarp, num_warps = blockDim.x / kWarp;
-  scratch[threadIdx.x / kWarp][lane] = x;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) scratch[threadIdx.x / kWarp][n * kWarp + lane] = x[n];
   __syncthreads();
-  float sum = 0.f;
-  for (int i = 0; i < num_warps; ++i) sum += scratch[i][lane];
-  return sum;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    x[n] = 0.f;
+    for (int i = 0; i < num_warps; ++i) x[n] += scratch[i][n * kWarp + lane];
+  }
 }
 
-// A thread block has 32 columns of the matrix of a head, a column for each lane, and kRows rows for each warp. They stay
-// in registers from the load to the store.
-template <int kRows>
+// kCount numbers that lie side by side: 1 or 4. Each is read once, so the L2 cache keeps others.
+template <int kCount>
+__device__ __forceinline__ void load_numbers(const float* from, float (&x)[kCount]) {
+  if constexpr (kCount == 4) {
+    const float4 all = __ldcs(reinterpret_cast<const float4*>(from));
+    x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+  } else {
+    x[0] = *from;
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void store_numbers(float* to, const float (&x)[kCount]) {
+  if constexpr (kCount == 4) {
+    __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+  } else {
+    *to = x[0];
+  }
+}
+
+// A thread block has 32 · kColumns columns of the matrix of a head, kColumns for each lane, and kRows rows for each
+// warp. They stay in registers from the load to the store.
+template <int kRows, int kColumns>
 __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_constant__ DeltaStepParams params) {
+  constexpr int kTile = kWarp * kColumns;
   __shared__ float query[kMaxDeltaKeyDim], key[kMaxDeltaKeyDim];
   __shared__ float of_query[kMaxParts], of_key[kMaxParts];
-  __shared__ float recalled_parts[kMaxParts][kWarp], out_parts[kMaxParts][kWarp];
-  const int num_tiles = (params.value_dim + kWarp - 1) / kWarp, lane = threadIdx.x % kWarp;
+  __shared__ float recalled_parts[kMaxParts][kTile], out_parts[kMaxParts][kTile];
+  const int num_tiles = (params.value_dim + kTile - 1) / kTile, lane = threadIdx.x % kWarp;
   const int tile = static_cast<int>(blockIdx.x % num_tiles), row = static_cast<int>(blockIdx.x / num_tiles);
   const int b = row / params.num_heads, h = row % params.num_heads;
   const int k_head = h / (params.num_heads / params.num_k_heads);
-  const int column = tile * kWarp + lane, first = static_cast<int>(threadIdx.x) / kWarp * kRows;
+  const int column = tile * kTile + lane * kColumns, first = static_cast<int>(threadIdx.x) / kWarp * kRows;
   const bool exists = column < params.value_dim;
   const int64_t read = slot_of(params.slots.read, b, params.slots.num_slots);
   const int64_t write = slot_of(params.slots.write, b, params.slots.num_slots);
   const int64_t in_slot = (int64_t{h} * params.key_dim + first) * params.value_dim + column;
 
   // First the loads that take longest.
-  float state[kRows];
+  float state[kRows][kColumns] = {};
+  if (exists && read >= 0) {
+    const float* const from = params.state + read * params.state_stride + in_slot;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    state[i] = exists && read >= 0 ? params.state[read * params.state_stride + in_slot + i * params.value_dim] : 0.f;
+    for (int i = 0; i < kRows; ++i) load_numbers(from + i * params.value_dim, state[i]);
   }
   float query_squares = 0.f, key_squares = 0.f;
   for (int c = threadIdx.x; c < params.key_dim; c += blockDim.x) {
@@ -109,43 +173,58 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
     query_squares = fmaf(query[c], query[c], query_squares);
     key_squares = fmaf(key[c], key[c], key_squares);
   }
+  const float decay = expf(loaded(params.decay.data, params.decay.dtype,
+                                  b * params.decay.stride_b + h * params.decay.stride_h));
+  const float beta =
+      loaded(params.beta.data, params.beta.dtype, b * params.beta.stride_b + h * params.beta.stride_h);
+  float change[kColumns];
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    change[n] = exists ? loaded(params.value.data, params.value.dtype,
+                                b * params.value.stride_b + h * params.value.stride_h + column + n)
+                       : 0.f;
+  }
   // These also wait for the rows of all threads.
   query_squares = summed(query_squares, of_query);
   key_squares = summed(key_squares, of_key);
   const float query_factor =
       (params.normalizes ? rsqrtf(query_squares + kNormEps) : 1.f) * rsqrtf(static_cast<float>(params.key_dim));
   const float key_factor = params.normalizes ? rsqrtf(key_squares + kNormEps) : 1.f;
-  const float decay = expf(loaded(params.decay.data, params.decay.dtype,
-                                  b * params.decay.stride_b + h * params.decay.stride_h));
-  const float beta =
-      loaded(params.beta.data, params.beta.dtype, b * params.beta.stride_b + h * params.beta.stride_h);
-  const float value = exists ? loaded(params.value.data, params.value.dtype,
-                                      b * params.value.stride_b + h * params.value.stride_h + column)
-                             : 0.f;
 
-  float recalled = 0.f;
+  float recalled[kColumns] = {};
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    state[i] *= decay;
-    recalled = fmaf(state[i], key[first + i] * key_factor, recalled);
-  }
-  recalled = summed_by_lane(recalled, recalled_parts);
-  const float change = (value - recalled) * beta;
-  float out = 0.f;
+    const float factor = key[first + i] * key_factor;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    state[i] = fmaf(key[first + i] * key_factor, change, state[i]);
-    out = fmaf(state[i], query[first + i] * query_factor, out);
-  }
-  if (exists && write >= 0) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      params.target[write * params.target_stride + in_slot + i * params.value_dim] = state[i];
+    for (int n = 0; n < kColumns; ++n) {
+      state[i][n] *= decay;
+      recalled[n] = fmaf(state[i][n], factor, recalled[n]);
     }
   }
-  out = summed_by_lane(out, out_parts);
+  sum_by_lane(recalled, recalled_parts);
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) change[n] = (change[n] - recalled[n]) * beta;
+  float out[kColumns] = {};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const float factor = key[first + i] * key_factor, weight = query[first + i] * query_factor;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      state[i][n] = fmaf(factor, change[n], state[i][n]);
+      out[n] = fmaf(state[i][n], weight, out[n]);
+    }
+  }
+  if (exists && write >= 0) {
+    float* const to = params.target + write * params.target_stride + in_slot;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) store_numbers(to + i * params.value_dim, state[i]);
+  }
+  sum_by_lane(out, out_parts);
   if (exists && first == 0) {
-    store(params.out, params.query.dtype, int64_t{row} * params.value_dim + column, out);
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      store(params.out, params.query.dtype, int64_t{row} * params.value_dim + column + n, out[n]);
+    }
   }
 }
 
@@ -153,17 +232,33 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
 
 void conv_step(const ConvStepParams& params, void* stream) {
   const int64_t num_threads = int64_t{params.batch} * params.channels;
-  launch("conv_step", step_conv, (num_threads + kConvThreads - 1) / kConvThreads, kConvThreads, 0, stream, params);
+  const auto is_even = [](const void* data) {
+    return reinterpret_cast<uintptr_t>(data) % (kPacked * sizeof(uint16_t)) == 0;
+  };
+  const bool is_packed = params.dtype != Dtype::fp32 && params.state_dtype == params.dtype &&
+                         params.weight_dtype == params.dtype && params.state_len == kPacked &&
+                         params.width == kPacked && params.state_stride % kPacked == 0 && is_even(params.state) &&
+                         is_even(params.weight);
+  launch("conv_step", is_packed ? step_packed_conv : step_conv, (num_threads + kConvThreads - 1) / kConvThreads, kConvThreads, 0, stream, params);
 }
 
 void delta_step(const DeltaStepParams& params, void* stream) {
-  constexpr int kManyRows = 32, kFewRows = 8;
+  // Rows of 512 bytes for each warp. Few heads need all the thread blocks that there can be instead.
+  constexpr int kWide = 4, kWideRows = 16, kManyRows = 32, kFewRows = 8;
+  const int64_t heads = int64_t{params.batch} * params.num_heads;
+  const auto count = [&](int tile) { return heads * ((params.value_dim + tile - 1) / tile); };
+  const auto is_even = [](const void* data, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(data) % (kWide * sizeof(float)) == 0 && stride % kWide == 0;
+  };
+  const bool is_wide = params.key_dim % kWideRows == 0 && params.value_dim % kWide == 0 &&
+                       is_even(params.state, params.state_stride) && is_even(params.target, params.target_stride) &&
+                       count(kWide * kWarp) >= 2 * current_device().num_multiprocessors;
   const bool has_many = params.key_dim % kManyRows == 0;
-  const int num_warps = params.key_dim / (has_many ? kManyRows : kFewRows);
-  const int64_t num_ctas =
-      int64_t{params.batch} * params.num_heads * ((params.value_dim + kWarp - 1) / kWarp);
-  launch("delta_step", has_many ? step_delta<kManyRows> : step_delta<kFewRows>, num_ctas, num_warps * kWarp, 0, stream,
-         params);
+  const int rows = is_wide ? kWideRows : has_many ? kManyRows : kFewRows;
+  const auto kernel = is_wide    ? step_delta<kWideRows, kWide>
+                      : has_many ? step_delta<kManyRows, 1>
+                                 : step_delta<kFewRows, 1>;
+  launch("delta_step", kernel, count(is_wide ? kWide * kWarp : kWarp), params.key_dim / rows * kWarp, 0, stream, params);
 }
 
 }  // namespace hf_kvquant::cuda
