@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hf_kvquant import patched
 from hf_kvquant.graphs import state_chunks, state_steps
-from hf_kvquant.graphs.fusion import fused
+from hf_kvquant.graphs.fusion import fused, fused_prompts
 from hf_kvquant.graphs.state_chunks import (
     CONV_CHUNKS,
     DELTA_CHUNKS,
@@ -255,7 +256,7 @@ def test_arguments_that_do_not_fit(device: str, name: str, index: int, change: A
         (
             0,
             lambda x: x.float(),
-            "`query` must be float16 or bfloat16 like all vectors, got torch.float32. Use the model's",
+            "`query` must be float16 or bfloat16, got float32. Use the model's own function.",
         ),
         (1, lambda x: x.half(), "`key` must be bfloat16 like `query`, got float16. Use the model's own function."),
         (
@@ -416,7 +417,7 @@ def test_a_convolution_that_stays(change: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def test_tensors_get_the_original() -> None:
-    """Prompts of `generate`, which have no slots."""
+    """Prompts on a CPU, where the kernels are PyTorch code for one token after the other."""
     vectors, _, _, options = given_delta((3,))
     x, _, weight = conv_inputs(5, 1)
     here = threading.get_ident()
@@ -427,3 +428,56 @@ def test_tensors_get_the_original() -> None:
         for function in (delta, lambda *args, **kwargs: REPLACED[DELTA_CHUNKS](Chooser(), delta, here, *args, **kwargs))
     )
     assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_prompts_of_generate(batch: int, has_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, they go through the kernels as sequences of one length, with and without states before them."""
+    monkeypatch.setattr(state_chunks, "_is_prompt", lambda x, num_tokens: True)
+    calls, here = count(monkeypatch), threading.get_ident()
+    conv, delta = (theirs("qwen3_5", name) for name in (CONV_CHUNKS, DELTA_CHUNKS))
+    rows = [x.unflatten(1, (batch, 70))[0] for x in delta_inputs((1, 2, 8, 8), 70 * batch, 1)[:5]]
+    options = {"g": rows[3], "beta": rows[4], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    options["initial_state"] = torch.randn(batch, 2, 8, 8) if has_state else None
+    before = options["initial_state"].clone() if has_state else None
+    actual = REPLACED[DELTA_CHUNKS](Chooser(), delta, here, *rows[:3], **options)
+    expected = delta(*rows[:3], **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert before is None or torch.equal(options["initial_state"], before)
+    x = torch.randn(batch, 70, 72).transpose(1, 2)
+    weight = torch.randn(72, 4)
+    actual = REPLACED[CONV_CHUNKS](Chooser(), conv, here, x, weight, activation="silu")
+    torch.testing.assert_close(actual, conv(x, weight, activation="silu"))
+    assert set(calls) == {"conv_chunks", "delta_chunks"}
+    # Nothing else than the original for what the kernels do not compute.
+    calls.clear()
+    options["scale"] = None
+    assert all(map(torch.equal, REPLACED[DELTA_CHUNKS](Chooser(), delta, here, *rows[:3], **options), expected))
+    assert REPLACED[CONV_CHUNKS](Chooser(), conv, here, x, weight, activation="gelu").shape == x.shape
+    assert REPLACED[CONV_CHUNKS](Chooser(), conv, here + 1, x, weight).shape == x.shape and not calls
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_only_blocks_for_prompts_change_them(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt of a model, before, in and after such a block: float32 keeps the model's delta rule."""
+    model = models.on("cuda", models.family("qwen3_5_text")).to(dtype)
+    ids = torch.arange(1, 141, device="cuda").view(2, 70) % models.VOCAB_SIZE
+    before = model(ids, use_cache=True).logits
+    with caplog.at_level(logging.INFO, "hf_kvquant"), fused_prompts(model):
+        inside = model(ids, use_cache=True).logits
+    notes_on(model).fusion = None
+    assert (f"captured steps run {DELTA_CHUNKS}" in caplog.text) == (dtype == torch.bfloat16)
+    assert f"captured steps run {CONV_CHUNKS}" in caplog.text
+    assert torch.equal(model(ids, use_cache=True).logits, before)
+    assert (inside - before).abs().max() <= 8 * torch.finfo(dtype).eps * before.abs().max()
+
+
+def test_blocks_for_prompts_leave_a_cpu_alone() -> None:
+    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    before = dict(vars(module))
+    with fused_prompts(models.family("qwen3_5_text")):
+        assert dict(vars(module)) == before

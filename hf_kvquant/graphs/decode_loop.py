@@ -32,6 +32,7 @@ from ..storage import rewind
 from ..upstream.releases import CACHE, with_cache
 from . import assisted
 from .capture import CapturedStep, fill, is_captured, key_of, log_slower_loop
+from .fusion import fused_prompts
 
 # Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next step behind the
 # device's work; a second one hides pauses of the host.
@@ -255,7 +256,8 @@ class _Loop:
         is_cuda = input_ids.device.type == "cuda"
         self._random = torch.cuda.default_generators[input_ids.device.index] if is_cuda else torch.default_generator
         self._choice = Choice(input_ids, self._processors, self._criteria, self._config)
-        outputs = self._model._prefill(input_ids, self._config, self._inputs)
+        with fused_prompts(self._model):
+            outputs = self._model._prefill(input_ids, self._config, self._inputs)
         report = torch.ones((2, input_ids.shape[0]), dtype=torch.int64, device=input_ids.device)
         self._choice(outputs.logits, report)
         update = self._model._update_model_kwargs_for_generation

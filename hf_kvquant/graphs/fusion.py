@@ -19,8 +19,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,16 +72,40 @@ def fused(model: nn.Module) -> Iterator[None]:
             else:
                 continue
             stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse, count)))
-        namespaces = _namespaces(modules)
-        for name, replaced in {ROTARY: _rotary, **state_steps.REPLACED, **state_chunks.REPLACED}.items():
-            for namespace in namespaces:
-                original = vars(namespace).get(name)
-                if not callable(original):
-                    continue
-                stack.callback(setattr, namespace, name, original)
-                setattr(namespace, name, functools.partial(replaced, chooser, original, threading.get_ident()))
+        functions = {ROTARY: _rotary, **state_steps.REPLACED, **state_chunks.REPLACED}
+        _replace(stack, chooser, modules, functions)
         stack.enter_context(additions)
         yield
+
+
+@contextlib.contextmanager
+def fused_prompts(model: nn.Module) -> Iterator[None]:
+    """Like `fused`, for prompts of `generate`: only what layers with states do with many tokens.
+
+    The rest takes its time from linear layers and attention there, and would be tried anew for each length.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda" or not ops.serves_gpu(device.index or 0):
+        yield
+        return
+    with _lock, contextlib.ExitStack() as stack:
+        notes = notes_on(model)
+        notes.fusion = chooser = notes.fusion or Chooser()
+        _replace(stack, chooser, list(model.modules()), state_chunks.REPLACED)
+        yield
+
+
+def _replace(
+    stack: contextlib.ExitStack, chooser: Chooser, modules: list[nn.Module], functions: Mapping[str, Function]
+) -> None:
+    """Replace functions of these names in the Python modules of a model's code, for this thread, until `stack` ends."""
+    names = {base.__module__ for kind in {type(module) for module in modules} for base in kind.__mro__}
+    for namespace in [sys.modules[each] for each in sorted(names) if each in sys.modules]:
+        for name, function in functions.items():
+            original = vars(namespace).get(name)
+            if callable(original):
+                stack.callback(setattr, namespace, name, original)
+                setattr(namespace, name, functools.partial(function, chooser, original, threading.get_ident()))
 
 
 @contextlib.contextmanager
@@ -320,12 +343,6 @@ def _mlp_draws(gate: Tensor, up: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if gate.element_size() == 2:  # every 16-bit number
         numbers = torch.arange(-(2**15), 2**15, device=gate.device).to(torch.int16).view(gate.dtype)
         yield numbers, torch.ones_like(numbers)
-
-
-def _namespaces(modules: list[nn.Module]) -> list[ModuleType]:
-    """The Python modules that define the classes of a model's modules."""
-    names = {base.__module__ for kind in {type(module) for module in modules} for base in kind.__mro__}
-    return [sys.modules[each] for each in sorted(names) if each in sys.modules]
 
 
 def _rotary(chooser: Chooser, original: Function, thread: int, *args: Any, **kwargs: Any) -> Any:

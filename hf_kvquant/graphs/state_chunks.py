@@ -6,7 +6,7 @@ many prompts and decoding requests would call them for each length, with some tw
 kernels of ours in place of both (csrc/cuda/fused/state_chunks.cu), which take the tokens of all sequences in one row
 and read and write states in the slots of a cache. A model gets a `SequenceStates` in place of a state, and a
 `SequenceInputs` in place of a convolution's inputs, which these functions alone understand. Everything else, above all
-the projections, then runs once for all tokens.
+the projections, then runs once for all tokens. Prompts of `generate`, which are tensors, go through the same kernels.
 
 A trial compares results with those of the model's own function, sequence by sequence. They may differ by what rounding
 to the dtype of the vectors explains: fla's version rounds to it between its products, ours only at the end.
@@ -37,10 +37,13 @@ _OTHER_OPTIONS = frozenset(
 )
 # Tokens of a trial, of two sequences: more than a chunk of 64 in the longer one.
 _TRIED_TOKENS = 150
-# What the kernel for the delta rule takes; see csrc/args.cpp.
-_DTYPES, _MOST_KEY_DIM = (torch.float16, torch.bfloat16), 128
+# What the kernels take; see csrc/args.cpp.
+_DTYPES, _MOST_KEY_DIM, _MOST_TOKENS = (torch.float16, torch.bfloat16), 128, 2**20
 # Shared memory that it needs for float16, whose vectors become two numbers each; 8.6 and 8.9 have less.
 _BYTES_OF_HALVES = 128 * 1024
+
+
+_HOW = "one kernel for all sequences"  # in the log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +124,7 @@ def conv_chunks(
     activation: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The replaced `causal_conv1d_fn`. It only changes what becomes of `SequenceInputs`.
+    """The replaced `causal_conv1d_fn`, for the tokens of a prompt.
 
     Args:
         chooser: Of the model.
@@ -137,42 +140,62 @@ def conv_chunks(
         `[batch, channels, tokens]`; of a `SequenceInputs`, `[1, channels, tokens]`.
     """
     options: dict[str, Any] = {"weight": weight, "bias": bias, "activation": activation, **kwargs}
-    if not isinstance(hidden_states, SequenceInputs):
-        return original(hidden_states, **options)
-    x, states, has_silu = hidden_states.x, hidden_states.states, activation == "silu"
+    if isinstance(hidden_states, SequenceInputs):
+        x, states = hidden_states.x, hidden_states.states
+        if _does_conv(chooser, original, thread, x, states, options):
+            return _conv_kernel(options, x, states.plane, states.sequences)
+        out, new = _conv_by_sequence(original, options, x, states.gathered(), states.sequences)
+        states.store(new)
+        return out
+    if _is_prompt(hidden_states, hidden_states.shape[-1]):
+        batch, channels, tokens = hidden_states.shape
+        x = _in_a_row(hidden_states.transpose(1, 2)).transpose(1, 2)
+        before = hidden_states.new_zeros(batch, channels, max(1, weight.shape[-1] - 1))
+        states = _states_of_prompts(before, tokens)
+        if _does_conv(chooser, original, thread, x, states, options):
+            out = _conv_kernel(options, x, states.plane, states.sequences)
+            return out[0].unflatten(1, (batch, tokens)).transpose(0, 1)
+    return original(hidden_states, **options)
 
-    def ours(x: Tensor, state: Tensor, sequences: Sequences) -> Tensor:
-        where = sequences.begins, sequences.read, sequences.write
-        out: Tensor = torch_ops.conv_chunks(x, state, weight, bias, has_silu, *where)
-        return out.transpose(1, 2)
 
-    def theirs(x: Tensor, states: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        out, new = torch.zeros_like(x), []
-        for tokens, state in zip(sequences.tokens, states, strict=True):
-            seen = torch.cat((state.unsqueeze(0), x[:, :, tokens].to(state.dtype)), dim=-1)
-            count = tokens.stop - tokens.start
-            out[:, :, tokens] = original(seen, **options)[:, :, seen.shape[-1] - count :]
-            new.append(seen[:, :, count:])
-        return out, torch.cat(new)
+def _does_conv(
+    chooser: Chooser, original: Function, thread: int, x: Tensor, states: SequenceStates, options: dict[str, Any]
+) -> bool:
+    """Whether the kernel computes what a convolution does with `[1, channels, tokens]`."""
+    is_known = options["activation"] in (None, "silu") and not options.keys() & _OTHER_OPTIONS
+    if not is_known or threading.get_ident() != thread:
+        return False
+    few, weight = x[:, :, :_TRIED_TOKENS], options["weight"]
+    chosen = chooser.choose(
+        CONV_CHUNKS,
+        (original, options["activation"], options["bias"] is None),
+        (few[0], states.plane[:1], weight),
+        functools.partial(_tried, functools.partial(_conv_by_sequence, original, options), 2),
+        {_HOW: functools.partial(_tried_in_place, functools.partial(_conv_kernel, options), 2)},
+        inputs=lambda: (few, states.gathered(1).repeat(2, 1, 1)),
+        draws=conv_draws,
+        is_same=is_close,
+    )
+    return chosen is not None
 
-    is_known = activation in (None, "silu") and not kwargs.keys() & _OTHER_OPTIONS
-    if is_known and threading.get_ident() == thread:
-        few = x[:, :, :_TRIED_TOKENS]
-        chosen = chooser.choose(
-            CONV_CHUNKS,
-            (original, has_silu, bias is None),
-            (few[0], states.plane[:1], weight),
-            functools.partial(_tried, theirs, 2),
-            {"one kernel for all sequences": functools.partial(_tried_in_place, ours, 2)},
-            inputs=lambda: (few, states.gathered(1).repeat(2, 1, 1)),
-            draws=conv_draws,
-            is_same=is_close,
-        )
-        if chosen is not None:
-            return ours(x, states.plane, states.sequences)
-    out, new = theirs(x, states.gathered(), states.sequences)
-    states.store(new)
-    return out
+
+def _conv_kernel(options: dict[str, Any], x: Tensor, plane: Tensor, sequences: Sequences) -> Tensor:
+    has_silu, where = options["activation"] == "silu", (sequences.begins, sequences.read, sequences.write)
+    out: Tensor = torch_ops.conv_chunks(x, plane, options["weight"], options["bias"], has_silu, *where)
+    return out.transpose(1, 2)
+
+
+def _conv_by_sequence(
+    original: Function, options: dict[str, Any], x: Tensor, states: Tensor, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    """What a model's own convolution gives for each sequence, and the new states."""
+    out, new = torch.zeros_like(x), []
+    for tokens, state in zip(sequences.tokens, states, strict=True):
+        seen = torch.cat((state.unsqueeze(0), x[:, :, tokens].to(state.dtype)), dim=-1)
+        count = tokens.stop - tokens.start
+        out[:, :, tokens] = original(seen, **options)[:, :, seen.shape[-1] - count :]
+        new.append(seen[:, :, count:])
+    return out, torch.cat(new)
 
 
 def delta_chunks(
@@ -189,7 +212,7 @@ def delta_chunks(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The replaced `torch_chunk_gated_delta_rule`. It only changes what becomes of `SequenceStates`.
+    """The replaced `torch_chunk_gated_delta_rule`, for the tokens of a prompt.
 
     Args:
         chooser: Of the model.
@@ -208,48 +231,91 @@ def delta_chunks(
     Returns:
         `[batch, tokens, num_heads, value_dim]`, and the new states. If they came in slots, they are there already.
     """
-    normalizes, states = use_qk_l2norm_in_kernel, initial_state
+    normalizes, vectors = use_qk_l2norm_in_kernel, (query, key, value, g, beta)
     options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": normalizes, **kwargs}
-    if not isinstance(states, SequenceStates):
-        return original(query, key, value, g=g, beta=beta, initial_state=states, **options)
+    if isinstance(initial_state, SequenceStates):
+        states = initial_state
+        if _does_delta(chooser, original, thread, vectors, states, options):
+            return _delta_kernel(normalizes, *vectors, states.plane, states.sequences), states
+        out, new = _delta_by_sequence(original, options, *vectors, states.gathered(), states.sequences)
+        states.store(new)
+        return out, states
+    if _is_prompt(query, query.shape[1]):
+        batch, tokens = query.shape[:2]
+        before = value.new_zeros((batch, value.shape[2], query.shape[3], value.shape[3]), dtype=torch.float32)
+        if initial_state is not None:
+            before.copy_(initial_state)
+        states = _states_of_prompts(before, tokens)
+        rows = [None if x is None else _in_a_row(x) for x in vectors]
+        is_served = serves_chunks(before, False, query.dtype)
+        if is_served and _does_delta(chooser, original, thread, rows, states, options):
+            out = _delta_kernel(normalizes, *rows, before, states.sequences)
+            return out[0].unflatten(0, (batch, tokens)), before
+    return original(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
 
-    def ours(*inputs: Any) -> Tensor:
-        *vectors, state, sequences = inputs
-        where = sequences.begins, sequences.read, sequences.write
-        out: Tensor = torch_ops.delta_chunks(*vectors, state, normalizes, *where)
-        return out
 
-    def theirs(*inputs: Any) -> tuple[Tensor, Tensor]:
-        *vectors, states, sequences = inputs
-        out, new = torch.zeros_like(vectors[2], dtype=vectors[0].dtype), states.clone()
-        for i, tokens in enumerate(sequences.tokens):
-            if tokens.start < tokens.stop:
-                query, key, value, g, beta = (x if x is None else x[:, tokens] for x in vectors)
-                state = states[i : i + 1]
-                out[:, tokens], final = original(query, key, value, g=g, beta=beta, initial_state=state, **options)
-                new[i] = final[0]
-        return out, new
+def _does_delta(
+    chooser: Chooser,
+    original: Function,
+    thread: int,
+    vectors: Sequence[Tensor | None],
+    states: SequenceStates,
+    options: dict[str, Any],
+) -> bool:
+    """Whether the kernel computes what a function does with query, key, value, g and beta of tokens in one row."""
+    few = [x[:, :_TRIED_TOKENS] for x in vectors if x is not None]
+    is_known = is_known_delta(options["output_final_state"], options) and len(few) == len(vectors)
+    if not is_known or threading.get_ident() != thread:
+        return False
+    normalizes = options["use_qk_l2norm_in_kernel"]
+    chosen = chooser.choose(
+        DELTA_CHUNKS,
+        (original, normalizes),
+        (*(x[0] for x in few), states.plane[:1]),
+        functools.partial(_tried, functools.partial(_delta_by_sequence, original, options), 1),
+        {_HOW: functools.partial(_tried_in_place, functools.partial(_delta_kernel, normalizes), 1)},
+        inputs=lambda: (*few, states.gathered(1).repeat(2, 1, 1, 1)),
+        draws=delta_draws,
+        is_same=functools.partial(is_close, least=torch.finfo(few[0].dtype).eps),
+    )
+    return chosen is not None
 
-    vectors = query, key, value, g, beta
-    if g is not None and beta is not None and threading.get_ident() == thread:
-        few = [x[:, :_TRIED_TOKENS] for x in (query, key, value, g, beta)]
-        chosen = None
-        if is_known_delta(output_final_state, kwargs):
-            chosen = chooser.choose(
-                DELTA_CHUNKS,
-                (original, normalizes),
-                (*(x[0] for x in few), states.plane[:1]),
-                functools.partial(_tried, theirs, 1),
-                {"one kernel for all sequences": functools.partial(_tried_in_place, ours, 1)},
-                inputs=lambda: (*few, states.gathered(1).repeat(2, 1, 1, 1)),
-                draws=delta_draws,
-                is_same=functools.partial(is_close, least=torch.finfo(query.dtype).eps),
-            )
-        if chosen is not None:
-            return ours(*vectors, states.plane, states.sequences), states
-    out, new = theirs(*vectors, states.gathered(), states.sequences)
-    states.store(new)
-    return out, states
+
+def _delta_kernel(normalizes: bool, *inputs: Any) -> Tensor:
+    """Of query, key, value, g, beta, the plane of states and the sequences."""
+    *vectors, plane, sequences = inputs
+    where = sequences.begins, sequences.read, sequences.write
+    out: Tensor = torch_ops.delta_chunks(*vectors, plane, normalizes, *where)
+    return out
+
+
+def _delta_by_sequence(original: Function, options: dict[str, Any], *inputs: Any) -> tuple[Tensor, Tensor]:
+    """What a model's own function gives for each sequence, and the new states, of inputs as `_delta_kernel`."""
+    *vectors, states, sequences = inputs
+    out, new = torch.zeros_like(vectors[2], dtype=vectors[0].dtype), states.clone()
+    for i, tokens in enumerate(sequences.tokens):
+        if tokens.start < tokens.stop:
+            query, key, value, g, beta = (x if x is None else x[:, tokens] for x in vectors)
+            state = states[i : i + 1]
+            out[:, tokens], final = original(query, key, value, g=g, beta=beta, initial_state=state, **options)
+            new[i] = final[0]
+    return out, new
+
+
+def _is_prompt(x: Tensor, num_tokens: int) -> bool:
+    """Whether a tensor of `[batch, …]` is that of prompts which the kernels take. On a CPU, they would only be slow."""
+    return x.is_cuda and 1 < num_tokens <= _MOST_TOKENS // len(x)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """`[batch, tokens, …]` as `[1, batch * tokens, …]`."""
+    return x.flatten(0, 1).unsqueeze(0)
+
+
+def _states_of_prompts(states: Tensor, num_tokens: int) -> SequenceStates:
+    """The states `[batch, …]` of prompts with `num_tokens` each."""
+    slots = range(len(states))
+    return SequenceStates.of(states, Sequences.of([num_tokens] * len(states), slots, slots, states.device))
 
 
 def _tried(function: Callable[..., Any], axis: int, *inputs: Tensor) -> Any:
