@@ -1,5 +1,5 @@
-"""The tables of models with states: decode steps, from what `bench_generate.py` measures, and what states cost in fewer
-bits (`state_drift.py`).
+"""The tables of models with states: `generate` and continuous batching, from what `bench_generate.py` and
+`bench_batching.py` measure, and what states cost in fewer bits (`state_drift.py`).
 """
 
 from __future__ import annotations
@@ -9,31 +9,50 @@ from typing import Any
 from parts import Part, Results, Row, Table, Text, at
 from render_latent import newest_of, paths_of
 
-# Results files, and what computes the layers with a state in them.
-FILES = {
-    "generate_qwen3_5_4b_kernels": "kernels of ours",
-    "generate_qwen3_5_4b": "PyTorch",
-    "generate_qwen3_5_4b_fla": "flash-linear-attention",
-}
-
 step_table = Table(
-    lambda files: [{**case, "by": FILES[name]} for name in files for case in files[name]["cases"]],
+    "cases",
     {
-        "states by": "{by}",
         "sequences x tokens": "{batch} x {context:,}",
-        "transformers, ms": "{rows.dynamic.step_ms:.1f} ({rows.dynamic.p10_ms:.1f} to {rows.dynamic.p90_ms:.1f})",
+        "a step of transformers, ms": "{rows.dynamic-no-cudnn.step_ms:.1f}",
         "`int8`, ms": "{rows.int8-capture.step_ms:.1f}",
         "`int4`, ms": "{rows.int4-capture.step_ms:.1f}",
-        "as fast": "{rows.dynamic.step_ms/rows.int8-capture.step_ms:.1f} times",
+        "as fast": "{rows.dynamic-no-cudnn.step_ms/rows.int8-capture.step_ms:.1f} times",
+        "prompts of transformers, s": "{rows.dynamic-no-cudnn.prefill_ms:kilo.2f}",
+        "`int8`, s": "{rows.int8-capture.prefill_ms:kilo.2f}",
+        " as fast": "{rows.dynamic-no-cudnn.prefill_ms/rows.int8-capture.prefill_ms:.1f} times",
     },
 )
 caption = Text(
-    "A step of `generate` with the shape of Qwen3.5-4B, 24 of 32 layers with a state alone, random weights in "
-    "bfloat16. Of transformers, the median and the fastest and slowest tenth: its attention is cuDNN's, which makes a "
-    "plan for each new number of tokens. Our steps are captured; *as fast*: those with `int8`, in the same run. The "
-    "lower two are from before states had kernels of ours. transformers "
-    "{newest.transformers}, {newest.gpu}, torch {newest.torch}, {newest.date:day} ({paths}).",
-    newest=newest_of,
+    "`generate` with the shape of Qwen3.5-4B, 24 of 32 layers with a state alone, random weights in bfloat16. "
+    "transformers {transformers} without flash-linear-attention and without cuDNN's attention, which makes a plan for "
+    "each new number of tokens; our steps are captured. {gpu}, torch {torch}, {date:day} "
+    "(`evals/results/generate_qwen3_5_4b.json`)."
+)
+# The same workloads with states in most layers, and with keys and values in all.
+HYBRID, DENSE = "batching_qwen3_5_4b", "batching_qwen3_4b"
+
+batching_table = Table(
+    lambda files: [
+        {**ours, "own": ours["rows"][0], "dense": dense["rows"][0]}
+        for ours, dense in zip(files[HYBRID]["workloads"], files[DENSE]["workloads"], strict=True)
+    ],
+    {
+        "requests": "{requests}",
+        "prompts": "{prompt:,}",
+        "new tokens": "{new:span}",
+        "shared prefix": lambda row: "yes" if row["is_shared"] else "no",
+        "Qwen3.5-4B, tokens/s": "{own.output_tokens_per_s:,.0f}",
+        "Qwen3-4B, tokens/s": "{dense.output_tokens_per_s:,.0f}",
+        "ratio": "{own.output_tokens_per_s/dense.output_tokens_per_s:.2f}",
+        "first token, s": "{own.first_token_s.median:.2f}",
+        "of Qwen3-4B, s": "{dense.first_token_s.median:.2f}",
+    },
+)
+batching_caption = Text(
+    "Shapes of two models with about the same bytes of weights, random numbers, `{of.workloads.0.rows.0.system}`, "
+    "{of.workloads.0.cache_gb:g} GB of cache, pages of {of.page_size}. The first token counts from the moment that all "
+    "requests arrive. {of.gpu}, torch {of.torch}, transformers {of.transformers}, {of.date:day} ({paths}).",
+    of=lambda files: files[HYBRID],
     paths=paths_of,
 )
 # Results files of `state_drift.py`: as trained, and with heads that remember longer.
@@ -127,6 +146,7 @@ drift_caption = Text(
     paths=paths_of,
 )
 PARTS = (
-    Part("states-generate", (), (step_table, caption), optional=(*FILES,)),
+    Part("states-generate", ("generate_qwen3_5_4b",), (step_table, caption)),
+    Part("states-batching", (HYBRID, DENSE), (batching_table, batching_caption)),
     Part("states-drift", (DRIFT,), (drift_table, drift_caption), optional=(SLOWER,)),
 )

@@ -291,10 +291,16 @@ MUTATIONS = [
             "batching_states",
         ),
         (
-            "        layer.store()\n",
+            "        group_layer.store()\n",
             "        pass\n",
             "states stay as they were",
             "batching_states",
+        ),
+        (
+            "cache.sequences is not None and num_tokens > 1 and",
+            "False and",
+            "prompts of layers with states are computed one length after the other",
+            "state_chunks",
         ),
     ),
     *of(
@@ -459,6 +465,18 @@ MUTATIONS = [
     ),
     *of(
         "hf_kvquant/batching/runner.py",
+        (
+            "slot if request.past else states.read_trash_slot",
+            "slot",
+            "a prompt begins with the state of whoever had its slot",
+            "state_chunks",
+        ),
+        (
+            "if states is None or all(request.q_len == 1 for request in requests):",
+            "if states is None:",
+            "decoding requests go through the kernel for prompts",
+            "state_steps",
+        ),
         (
             "request.state.position_offset - request.query_length",
             "request.state.position_offset",
@@ -1406,6 +1424,46 @@ MUTATIONS = [
             "100 * unit * largest",
             "a function that computes something else is replaced",
             "state_steps",
+        ),
+    ),
+    *of(
+        "hf_kvquant/graphs/state_chunks.py",
+        (
+            "not options.keys() & _OTHER_OPTIONS",
+            "True",
+            "the kernel ignores an option of a convolution",
+            "state_chunks",
+        ),
+        (
+            'is_known_delta(options["output_final_state"], options)',
+            "True",
+            "the kernel for many tokens ignores an option of the delta rule",
+            "state_chunks",
+        ),
+        (
+            "        out, new = _delta_by_sequence(original, options, *vectors, states.gathered(), states.sequences)\n"
+            "        states.store(new)\n",
+            "        out, new = _delta_by_sequence(original, options, *vectors, states.gathered(), states.sequences)\n",
+            "states that the model's own function computed for many tokens are lost",
+            "state_chunks",
+        ),
+        (
+            "before.copy_(initial_state)",
+            "pass",
+            "a chunk of a prompt begins without the state before it",
+            "state_chunks",
+        ),
+        (
+            "return x.is_cuda and 1 < num_tokens",
+            "return 1 < num_tokens",
+            "a prompt on a CPU is computed one token after the other",
+            "state_chunks",
+        ),
+        (
+            "dtype in _DTYPES and key_dim % 8 == 0",
+            "key_dim % 8 == 0",
+            "a model in float32 goes to a kernel that refuses it",
+            "state_chunks",
         ),
     ),
     *of(

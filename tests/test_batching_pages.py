@@ -334,7 +334,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "Processor": {"_add_if_it_fits", "_taken_with_logprobs", "_end_outgrown", "_wait_for_device", "look_at_model"}
         | {"_offload_without_those_in_flight", "_offload_or_drop_snapshots", "_schedule_to_border"},
         "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs", "grammars"}
-        | {"_decode_group", "_request_of"},
+        | {"_decode_group", "_request_of", "_sequences_of"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages", "_sectors_of"}
         | {"pages_of_a_state", "most_requests", "slots", "_blocks_to_take_over", "sectors_for"},
         "SlotAllocator": {"slot_of"},

@@ -30,7 +30,7 @@ constexpr int kWarps = kTokens / kOperand, kDeltaThreads = kWarps * kLanes;
 constexpr int kColumnTiles = kColumns / 8, kTokenTiles = kTokens / 8;
 constexpr int kVector = 8;          // numbers of 16 bits that are loaded at a time
 constexpr int kLineBytes = 128;     // of the L2 cache
-constexpr int kConvThreads = 128, kConvTokens = 64, kConvLoads = 8;
+constexpr int kConvThreads = 128, kConvTokens = 16, kConvLoads = 8;
 
 // The tokens of a sequence, [begin, end). Numbers that are no tokens are left out.
 struct Span {
@@ -56,19 +56,33 @@ __device__ __forceinline__ float input_at(const ConvChunksParams& params, const 
   return loaded(params.state, params.state_dtype, at);
 }
 
-// A thread block has 64 tokens, and a thread one channel of all of them. It loads several at a time.
+// SiLU, rounded to 16 bits afterwards or exact.
 template <Dtype kDtype>
+__device__ __forceinline__ float silu(float x) {
+  if constexpr (kDtype == Dtype::fp32) {
+    return x / (1.f + expf(-x));
+  } else {
+    return __fdividef(x, 1.f + __expf(-x));
+  }
+}
+
+// A thread block has 16 tokens, which may be as many sequences, and a thread one channel of all of them. It loads
+// several at a time. kWidth: of all weights; 0 if it is only known when the kernel runs, or if dtypes differ. Then each
+// number takes four times the instructions, which limit this kernel.
+template <Dtype kDtype, int kWidth>
 __global__ void __launch_bounds__(kConvThreads) conv_tokens(const __grid_constant__ ConvChunksParams params) {
+  constexpr int kMost = kWidth == 0 ? kMaxConvWidth : kWidth;
   const int c = static_cast<int>(blockIdx.x) * kConvThreads + static_cast<int>(threadIdx.x);
   if (c >= params.channels) return;
   const Sequences& sequences = params.sequences;
   const int64_t first = int64_t{blockIdx.y} * kConvTokens;
   const int64_t last = min(first + kConvTokens, sequences.num_tokens);
-  const Dtype dtype = params.weight_dtype;
-  float weight[kMaxConvWidth], seen[kMaxConvWidth];  // seen: the inputs under the weights, oldest first
+  const int width = kWidth == 0 ? params.width : kWidth;
+  const Dtype dtype = kWidth == 0 ? params.weight_dtype : kDtype;
+  float weight[kMost], seen[kMost];  // seen: the inputs under the weights, oldest first
 #pragma unroll
-  for (int i = 0; i < kMaxConvWidth; ++i) {
-    if (i < params.width) weight[i] = loaded(params.weight, dtype, int64_t{c} * params.width + i);
+  for (int i = 0; i < kMost; ++i) {
+    if (i < width) weight[i] = loaded(params.weight, dtype, int64_t{c} * width + i);
   }
   const float bias = params.bias == nullptr ? 0.f : loaded(params.bias, dtype, c);
 
@@ -91,8 +105,8 @@ __global__ void __launch_bounds__(kConvThreads) conv_tokens(const __grid_constan
     if (t == last) return;
     const int64_t read = slot_of(sequences.slots.read, s, sequences.slots.num_slots), stop = min(span.end, last);
 #pragma unroll
-    for (int i = 0; i + 1 < kMaxConvWidth; ++i) {
-      if (i + 1 < params.width) seen[i + 1] = rounded(dtype, input_at(params, span, read, t - params.width + 1 + i, c));
+    for (int i = 0; i + 1 < kMost; ++i) {
+      if (i + 1 < width) seen[i + 1] = rounded(dtype, input_at(params, span, read, t - width + 1 + i, c));
     }
     for (; t < stop; t += kConvLoads) {
       float x[kConvLoads];
@@ -104,14 +118,13 @@ __global__ void __launch_bounds__(kConvThreads) conv_tokens(const __grid_constan
       for (int j = 0; j < kConvLoads; ++j) {
         float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < kMaxConvWidth; ++i) {
-          if (i + 1 < params.width) seen[i] = seen[i + 1];
-          if (i + 1 == params.width) seen[i] = rounded(dtype, x[j]);
-          if (i < params.width) sum = fmaf(weight[i], seen[i], sum);
+        for (int i = 0; i < kMost; ++i) {
+          if (i + 1 < width) seen[i] = seen[i + 1];
+          if (i + 1 == width) seen[i] = kWidth == 0 ? rounded(dtype, x[j]) : x[j];
+          if (i < width) sum = fmaf(weight[i], seen[i], sum);
         }
-        if (params.bias != nullptr) sum += bias;
-        sum = rounded(dtype, sum);
-        if (params.has_silu) sum = rounded(dtype, sum / (1.f + expf(-sum)));
+        sum = rounded(dtype, sum + bias);
+        if (params.has_silu) sum = rounded(dtype, silu<kDtype>(sum));
         if (t + j < stop) store(params.out, kDtype, (t + j) * params.channels + c, sum);
       }
     }
@@ -631,6 +644,13 @@ void launch_delta(const DeltaChunksParams& params, int64_t num_ctas, void* strea
   launch(kWhere, kernel, num_ctas, kDeltaThreads, kBytes, stream, params);
 }
 
+// Widths 3 and 4 are those of the models that transformers has (5.24).
+template <Dtype kDtype>
+auto conv_kernel(const ConvChunksParams& params) {
+  const int width = params.weight_dtype == kDtype ? params.width : 0;
+  return width == 4 ? conv_tokens<kDtype, 4> : width == 3 ? conv_tokens<kDtype, 3> : conv_tokens<kDtype, 0>;
+}
+
 }  // namespace
 
 void conv_chunks(const ConvChunksParams& params, void* stream) {
@@ -641,9 +661,9 @@ void conv_chunks(const ConvChunksParams& params, void* stream) {
     launch(kWhere, kernel, {grid, kConvThreads, 0, stream, false}, params);
   };
   if (params.sequences.num_tokens > 0) {
-    const auto kernel = params.dtype == Dtype::fp32   ? conv_tokens<Dtype::fp32>
-                        : params.dtype == Dtype::fp16 ? conv_tokens<Dtype::fp16>
-                                                      : conv_tokens<Dtype::bf16>;
+    const auto kernel = params.dtype == Dtype::fp32   ? conv_kernel<Dtype::fp32>(params)
+                        : params.dtype == Dtype::fp16 ? conv_kernel<Dtype::fp16>(params)
+                                                      : conv_kernel<Dtype::bf16>(params);
     launch_over(kernel, (params.sequences.num_tokens + kConvTokens - 1) / kConvTokens);
   }
   launch_over(conv_states, params.sequences.count);
