@@ -282,7 +282,7 @@ MUTATIONS = [
             "group.q_len == 1 and group.has_past and takes_slots",
             "group.q_len == 1 and takes_slots",
             "the first token of a request reads the state of whoever had its slot",
-            "state_steps",
+            "state_chunks",
         ),
         (
             "if any(torch.equal(outs[0], out) for out in outs[1:]):",
@@ -1408,7 +1408,7 @@ MUTATIONS = [
             "state_steps",
         ),
         (
-            "not kwargs.keys() & _OTHER_OPTIONS",
+            "not options.keys() & _OTHER_OPTIONS",
             "True",
             "the kernel ignores an option of the delta rule",
             "state_steps",
@@ -1457,12 +1457,6 @@ MUTATIONS = [
             "return x.is_cuda and 1 < num_tokens",
             "return 1 < num_tokens",
             "a prompt on a CPU is computed one token after the other",
-            "state_chunks",
-        ),
-        (
-            "dtype in _DTYPES and key_dim % 8 == 0",
-            "key_dim % 8 == 0",
-            "a model in float32 goes to a kernel that refuses it",
             "state_chunks",
         ),
     ),

@@ -331,15 +331,18 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_of_a_batch_are_one_call(
     name: str, preset: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every request gets the tokens of `generate`, prompts in chunks and requests that start over included."""
-    from test_batching import PROMPTS, alone, batched
+    """Every request gets the tokens of `generate`, also from prompts in chunks and in slots that others have left."""
+    from test_batching import PROMPTS, alone, answers, batched, managed
 
     calls = count(monkeypatch)
     fusing(monkeypatch)
     with patched(models.family(name), preset) as model, caplog.at_level(logging.INFO, "hf_kvquant"):
         expected = [alone(model, prompt) for prompt in PROMPTS]
         assert not calls
-        assert batched(model, PROMPTS) == expected
+        with managed(model) as manager:
+            assert answers(manager, PROMPTS) == answers(manager, PROMPTS) == expected
+            short = [prompt for prompt in PROMPTS if len(prompt) == 1]
+            assert answers(manager, short) == [expected[PROMPTS.index(prompt)] for prompt in short] != []
         assert batched(model, PROMPTS, max_batch_tokens=8) == expected
         assert set(calls) == ({"conv_chunks"} if name == "lfm2" else {"conv_chunks", "delta_chunks"})
         assert "as one kernel for all sequences." in caplog.text
@@ -438,25 +441,30 @@ def test_prompts_of_generate(batch: int, has_state: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(state_chunks, "_is_prompt", lambda x, num_tokens: True)
     calls, here = count(monkeypatch), threading.get_ident()
     conv, delta = (theirs("qwen3_5", name) for name in (CONV_CHUNKS, DELTA_CHUNKS))
-    rows = [x.unflatten(1, (batch, 70))[0] for x in delta_inputs((1, 2, 8, 8), 70 * batch, 1)[:5]]
+    chooser = Chooser()
+    made = delta_inputs((1, 2, 8, 8), 70 * batch, 1, torch.bfloat16)
+    rows = [x.unflatten(1, (batch, 70))[0] for x in made[:5]]
     options = {"g": rows[3], "beta": rows[4], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     options["initial_state"] = torch.randn(batch, 2, 8, 8) if has_state else None
     before = options["initial_state"].clone() if has_state else None
-    actual = REPLACED[DELTA_CHUNKS](Chooser(), delta, here, *rows[:3], **options)
     expected = delta(*rows[:3], **options)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert before is None or torch.equal(options["initial_state"], before)
     x = torch.randn(batch, 70, 72).transpose(1, 2)
     weight = torch.randn(72, 4)
-    actual = REPLACED[CONV_CHUNKS](Chooser(), conv, here, x, weight, activation="silu")
-    torch.testing.assert_close(actual, conv(x, weight, activation="silu"))
-    assert set(calls) == {"conv_chunks", "delta_chunks"}
+    for _ in range(2):  # the first call tries
+        calls.clear()
+        actual = REPLACED[DELTA_CHUNKS](chooser, delta, here, *rows[:3], **options)
+        assert state_steps.is_close(actual, expected, torch.finfo(torch.bfloat16).eps)
+        assert before is None or torch.equal(options["initial_state"], before)
+        actual = REPLACED[CONV_CHUNKS](chooser, conv, here, x, weight, activation="silu")
+        torch.testing.assert_close(actual, conv(x, weight, activation="silu"))
+    assert calls == ["delta_chunks", "conv_chunks"]
     # Nothing else than the original for what the kernels do not compute.
     calls.clear()
     options["scale"] = None
-    assert all(map(torch.equal, REPLACED[DELTA_CHUNKS](Chooser(), delta, here, *rows[:3], **options), expected))
-    assert REPLACED[CONV_CHUNKS](Chooser(), conv, here, x, weight, activation="gelu").shape == x.shape
-    assert REPLACED[CONV_CHUNKS](Chooser(), conv, here + 1, x, weight).shape == x.shape and not calls
+    assert all(map(torch.equal, REPLACED[DELTA_CHUNKS](chooser, delta, here, *rows[:3], **options), expected))
+    for thread, change in ((here, {"activation": "gelu"}), (here, {"seq_idx": None}), (here + 1, {})):
+        assert torch.equal(REPLACED[CONV_CHUNKS](chooser, conv, thread, x, weight, **change), conv(x, weight, **change))
+    assert not calls
 
 
 @CUDA_ONLY
