@@ -20,6 +20,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def fused(model: nn.Module) -> Iterator[None]:
                 continue
             stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse, count)))
         functions = {ROTARY: _rotary, **state_steps.REPLACED, **state_chunks.REPLACED}
-        _replace(stack, chooser, modules, functions)
+        _replace(stack, chooser, _namespaces(modules), functions)
         stack.enter_context(additions)
         yield
 
@@ -84,23 +85,29 @@ def fused_prompts(model: nn.Module) -> Iterator[None]:
 
     The rest takes its time from linear layers and attention there, and would be tried anew for each length.
     """
-    device = next(model.parameters()).device
-    if device.type != "cuda" or not ops.serves_gpu(device.index or 0):
+    device, namespaces = next(model.parameters()).device, _namespaces(list(model.modules()))
+    has_states = any(name in vars(namespace) for namespace in namespaces for name in state_chunks.REPLACED)
+    if not has_states or device.type != "cuda" or not ops.serves_gpu(device.index or 0):
         yield
         return
     with _lock, contextlib.ExitStack() as stack:
         notes = notes_on(model)
         notes.fusion = chooser = notes.fusion or Chooser()
-        _replace(stack, chooser, list(model.modules()), state_chunks.REPLACED)
+        _replace(stack, chooser, namespaces, state_chunks.REPLACED)
         yield
 
 
+def _namespaces(modules: list[nn.Module]) -> list[ModuleType]:
+    """The Python modules that define the classes of a model's modules."""
+    names = {base.__module__ for kind in {type(module) for module in modules} for base in kind.__mro__}
+    return [sys.modules[each] for each in sorted(names) if each in sys.modules]
+
+
 def _replace(
-    stack: contextlib.ExitStack, chooser: Chooser, modules: list[nn.Module], functions: Mapping[str, Function]
+    stack: contextlib.ExitStack, chooser: Chooser, namespaces: list[ModuleType], functions: Mapping[str, Function]
 ) -> None:
     """Replace functions of these names in the Python modules of a model's code, for this thread, until `stack` ends."""
-    names = {base.__module__ for kind in {type(module) for module in modules} for base in kind.__mro__}
-    for namespace in [sys.modules[each] for each in sorted(names) if each in sys.modules]:
+    for namespace in namespaces:
         for name, function in functions.items():
             original = vars(namespace).get(name)
             if callable(original):
