@@ -20,12 +20,15 @@ step_table = Table(
         "prompts of transformers, s": "{rows.dynamic-no-cudnn.prefill_ms:kilo.2f}",
         "`int8`, s": "{rows.int8-capture.prefill_ms:kilo.2f}",
         " as fast": "{rows.dynamic-no-cudnn.prefill_ms/rows.int8-capture.prefill_ms:.1f} times",
+        "their peak, GB": "{rows.dynamic-no-cudnn.prefill_peak_bytes:giga.1f}",
+        " `int8`, GB": "{rows.int8-capture.prefill_peak_bytes:giga.1f}",
     },
 )
 caption = Text(
     "`generate` with the shape of Qwen3.5-4B, 24 of 32 layers with a state alone, random weights in bfloat16. "
     "transformers {transformers} without flash-linear-attention and without cuDNN's attention, which makes a plan for "
-    "each new number of tokens; our steps are captured. {gpu}, torch {torch}, {date:day} "
+    "each new number of tokens; our steps are captured. *Peak*: of memory while prompts are read, with 8.4 GB of weights. "
+    "{gpu}, torch {torch}, {date:day} "
     "(`evals/results/generate_qwen3_5_4b.json`)."
 )
 # The same workloads with states in most layers, and with keys and values in all.
