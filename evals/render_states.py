@@ -27,8 +27,8 @@ step_table = Table(
 caption = Text(
     "`generate` with the shape of Qwen3.5-4B, 24 of 32 layers with a state alone, random weights in bfloat16. "
     "transformers {transformers} without flash-linear-attention and without cuDNN's attention, which makes a plan for "
-    "each new number of tokens; our steps are captured. *Peak*: of memory while prompts are read, with 8.4 GB of weights. "
-    "{gpu}, torch {torch}, {date:day} "
+    "each new number of tokens; our steps are captured. *Peak*: of memory while prompts are read, with "
+    "{weight_bytes_read:giga.1f} GB of weights. {gpu}, torch {torch}, {date:day} "
     "(`evals/results/generate_qwen3_5_4b.json`)."
 )
 # The same workloads with states in most layers, and with keys and values in all.
