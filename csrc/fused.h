@@ -95,6 +95,10 @@ struct DeltaStepParams {
   int64_t state_stride, target_stride;  // from one slot to the next
   StepSlots slots;
   void* out;  // like value in shape and query in dtype, contiguous
+  // Sequences of a row, of which those of one token are computed, [batch + 1]; nullptr: token b is that of sequence b.
+  // Then `stride_b` goes from one token of the row to the next.
+  const int64_t* begins;
+  int64_t num_tokens;  // of the row
   int batch, num_k_heads, num_heads, key_dim, value_dim;
   bool normalizes;
 };

@@ -35,8 +35,8 @@ _OTHER_OPTIONS = frozenset(
     "seq_idx initial_states return_final_states final_states_out residual initial_state output_final_state cu_seqlens "
     "cu_seq_lens_q".split()
 )
-# Tokens of a trial, of two sequences: more than a chunk of 64 in the longer one.
-_TRIED_TOKENS = 150
+# Tokens of a trial and its sequences: one has a single token, and one more than a chunk of 64.
+_TRIED_TOKENS, _TRIED = 150, 3
 # What the kernels take; see csrc/args.cpp.
 _DTYPES, _MOST_KEY_DIM, _MOST_TOKENS = (torch.float16, torch.bfloat16), 128, 2**20
 # Shared memory that it needs for float16, whose vectors become two numbers each; 8.6 and 8.9 have less.
@@ -172,7 +172,7 @@ def _does_conv(
         (few[0], states.plane[:1], weight),
         functools.partial(_tried, functools.partial(_conv_by_sequence, original, options), 2),
         {_HOW: functools.partial(_tried_in_place, functools.partial(_conv_kernel, options), 2)},
-        inputs=lambda: (few, states.gathered(1).repeat(2, 1, 1)),
+        inputs=lambda: (few, states.gathered(1).repeat(_TRIED, 1, 1)),
         draws=conv_draws,
         is_same=is_close,
     )
@@ -274,7 +274,7 @@ def _does_delta(
         (*(x[0] for x in few), states.plane[:1]),
         functools.partial(_tried, functools.partial(_delta_by_sequence, original, options), 1),
         {_HOW: functools.partial(_tried_in_place, functools.partial(_delta_kernel, normalizes), 1)},
-        inputs=lambda: (*few, states.gathered(1).repeat(2, 1, 1, 1)),
+        inputs=lambda: (*few, states.gathered(1).repeat(_TRIED, 1, 1, 1)),
         draws=delta_draws,
         is_same=functools.partial(is_close, least=torch.finfo(few[0].dtype).eps),
     )
@@ -319,10 +319,10 @@ def _states_of_prompts(states: Tensor, num_tokens: int) -> SequenceStates:
 
 
 def _tried(function: Callable[..., Any], axis: int, *inputs: Tensor) -> Any:
-    """The results of a function for two sequences: their tokens on an axis of the first input, their states last."""
+    """The results of a function for `_TRIED` sequences: tokens on an axis of the first input, their states last."""
     count = inputs[0].shape[axis]
-    lengths = count // 4, count - count // 4
-    return function(*inputs, Sequences.of(lengths, (0, 1), (0, 1), inputs[0].device))
+    slots, short = range(_TRIED), (count - 1) // 4
+    return function(*inputs, Sequences.of((1, short, count - 1 - short), slots, slots, inputs[0].device))
 
 
 def _tried_in_place(function: Callable[..., Tensor], axis: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,4 +34,18 @@ __device__ __forceinline__ int64_t slot_of(const int64_t* slots, int b, int64_t 
   return slot >= 0 && slot < num_slots ? slot : -1;
 }
 
+// The tokens of a sequence, [begin, end). Numbers that are no tokens are left out.
+struct Span {
+  int64_t begin, end;
+};
+
+__device__ __forceinline__ Span span_of(const int64_t* begins, int64_t num_tokens, int s) {
+  const int64_t begin = min(max(begins[s], int64_t{0}), num_tokens);
+  return {begin, min(max(begins[s + 1], begin), num_tokens)};
+}
+
+__device__ __forceinline__ Span span_of(const Sequences& sequences, int s) {
+  return span_of(sequences.begins, sequences.num_tokens, s);
+}
+
 }  // namespace hf_kvquant::cuda

@@ -1,5 +1,6 @@
 // Tokens of several sequences in one row, for layers that keep a state: the convolution and the gated delta rule. Both
-// read each state from a slot and leave the new one in a slot. One launch has sequences of all lengths.
+// read each state from a slot and leave the new one in a slot. One launch has sequences of all lengths, and another one
+// the delta rule of single tokens (state_steps.cu).
 //
 // The delta rule goes by chunks of 64 tokens (Yang et al. 2024, arXiv:2412.06464). With S the matrix before a chunk, c
 // the sum of logarithms of decays up to a token, and L[i, j] = beta_i exp(c_i - c_j) k_i·k_j for j < i:
@@ -31,16 +32,6 @@ constexpr int kColumnTiles = kColumns / 8, kTokenTiles = kTokens / 8;
 constexpr int kVector = 8;          // numbers of 16 bits that are loaded at a time
 constexpr int kLineBytes = 128;     // of the L2 cache
 constexpr int kConvThreads = 128, kConvTokens = 16, kConvLoads = 8;
-
-// The tokens of a sequence, [begin, end). Numbers that are no tokens are left out.
-struct Span {
-  int64_t begin, end;
-};
-
-__device__ __forceinline__ Span span_of(const Sequences& sequences, int s) {
-  const int64_t begin = min(max(sequences.begins[s], int64_t{0}), sequences.num_tokens);
-  return {begin, min(max(sequences.begins[s + 1], begin), sequences.num_tokens)};
-}
 
 // --- convolution
 
@@ -405,6 +396,7 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_tokens(const __grid_co
   const Span span = span_of(sequences, s);
   const int64_t read = slot_of(sequences.slots.read, s, sequences.slots.num_slots);
   const int64_t write = slot_of(sequences.slots.write, s, sequences.slots.num_slots);
+  const bool is_one = span.end == span.begin + 1;  // `step_delta` computes those
   const bool is_half = params.query.dtype == Dtype::fp16;
   const uint16_t* const value = static_cast<const uint16_t*>(params.value.data) + h * params.value.stride_h;
   uint16_t* const out = static_cast<uint16_t*>(params.out) + int64_t{h} * params.value_dim;
@@ -416,12 +408,12 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_tokens(const __grid_co
   const int64_t in_slot = int64_t{h} * params.key_dim * params.value_dim + first_column + own_column;
 #pragma unroll 16
   for (int c = thread / kColumns; c < kKeyDim; c += kDeltaThreads / kColumns) {
-    const bool exists = has_column && read >= 0 && c < params.key_dim;
+    const bool exists = has_column && read >= 0 && c < params.key_dim && !is_one;
     shared.state[c][own_column] =
         exists ? params.state[read * params.state_stride + in_slot + int64_t{c} * params.value_dim] : 0.f;
   }
 
-  for (int64_t first = span.begin; first < span.end; first += kTokens) {
+  for (int64_t first = span.begin; first < span.end && !is_one; first += kTokens) {
     const int count = static_cast<int>(min(span.end - first, int64_t{kTokens}));
     const int num_tiles = (count + kOperand - 1) / kOperand;
     const bool is_busy = warp < num_tiles;
@@ -618,7 +610,7 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_tokens(const __grid_co
     __syncthreads();
   }
 
-  if (has_column && write >= 0) {
+  if (has_column && write >= 0 && !is_one) {
 #pragma unroll 4
     for (int c = thread / kColumns; c < params.key_dim; c += kDeltaThreads / kColumns) {
       params.state[write * params.state_stride + in_slot + int64_t{c} * params.value_dim] = shared.state[c][own_column];
@@ -673,6 +665,20 @@ void delta_chunks(const DeltaChunksParams& params, void* stream) {
   const int64_t num_parts = (params.value_dim + kColumns - 1) / kColumns;
   const int64_t num_ctas = num_parts * params.num_heads * params.sequences.count;
   const bool is_half = params.query.dtype == Dtype::fp16, is_small = params.key_dim <= 64;
+  DeltaStepParams ones{};
+  const auto by_token = [](Dense x) { return Dense{x.data, x.dtype, x.stride_t, x.stride_h, 0}; };
+  ones.query = by_token(params.query), ones.key = by_token(params.key), ones.value = by_token(params.value);
+  ones.decay = by_token(params.decay), ones.beta = by_token(params.beta);
+  ones.state = params.state, ones.target = params.state;
+  ones.state_stride = params.state_stride, ones.target_stride = params.state_stride;
+  ones.slots = params.sequences.slots;
+  ones.out = params.out;
+  ones.begins = params.sequences.begins, ones.num_tokens = params.sequences.num_tokens;
+  ones.batch = params.sequences.count;
+  ones.num_k_heads = params.num_k_heads, ones.num_heads = params.num_heads;
+  ones.key_dim = params.key_dim, ones.value_dim = params.value_dim;
+  ones.normalizes = params.normalizes;
+  delta_step(ones, stream);
   if (is_half) {
     (is_small ? launch_delta<64, 2> : launch_delta<128, 2>)(params, num_ctas, stream);
   } else {

@@ -152,6 +152,12 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
   const int tile = static_cast<int>(blockIdx.x % num_tiles), row = static_cast<int>(blockIdx.x / num_tiles);
   const int b = row / params.num_heads, h = row % params.num_heads;
   const int k_head = h / (params.num_heads / params.num_k_heads);
+  int64_t token = b;
+  if (params.begins != nullptr) {
+    const Span span = span_of(params.begins, params.num_tokens, b);
+    if (span.end != span.begin + 1) return;
+    token = span.begin;
+  }
   const int column = tile * kTile + lane * kColumns, first = static_cast<int>(threadIdx.x) / kWarp * kRows;
   const bool exists = column < params.value_dim;
   const int64_t read = slot_of(params.slots.read, b, params.slots.num_slots);
@@ -168,20 +174,20 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
   float query_squares = 0.f, key_squares = 0.f;
   for (int c = threadIdx.x; c < params.key_dim; c += blockDim.x) {
     query[c] = loaded(params.query.data, params.query.dtype,
-                      b * params.query.stride_b + k_head * params.query.stride_h + c);
-    key[c] = loaded(params.key.data, params.key.dtype, b * params.key.stride_b + k_head * params.key.stride_h + c);
+                      token * params.query.stride_b + k_head * params.query.stride_h + c);
+    key[c] = loaded(params.key.data, params.key.dtype, token * params.key.stride_b + k_head * params.key.stride_h + c);
     query_squares = fmaf(query[c], query[c], query_squares);
     key_squares = fmaf(key[c], key[c], key_squares);
   }
   const float decay = expf(loaded(params.decay.data, params.decay.dtype,
-                                  b * params.decay.stride_b + h * params.decay.stride_h));
+                                  token * params.decay.stride_b + h * params.decay.stride_h));
   const float beta =
-      loaded(params.beta.data, params.beta.dtype, b * params.beta.stride_b + h * params.beta.stride_h);
+      loaded(params.beta.data, params.beta.dtype, token * params.beta.stride_b + h * params.beta.stride_h);
   float change[kColumns];
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     change[n] = exists ? loaded(params.value.data, params.value.dtype,
-                                b * params.value.stride_b + h * params.value.stride_h + column + n)
+                                token * params.value.stride_b + h * params.value.stride_h + column + n)
                        : 0.f;
   }
   // These also wait for the rows of all threads.
@@ -223,7 +229,7 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
   if (exists && first == 0) {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      store(params.out, params.query.dtype, int64_t{row} * params.value_dim + column + n, out[n]);
+      store(params.out, params.query.dtype, (token * params.num_heads + h) * params.value_dim + column + n, out[n]);
     }
   }
 }
