@@ -245,8 +245,8 @@ struct DeltaShared {
 
 // Loads queries or keys of a chunk, with zeros behind the last token and channel.
 template <int kParts, int kLength>
-__device__ __forceinline__ void load_rows(Rows<kLength> (&to)[kParts], const Dense& x, int64_t first, int count, int head,
-                                          int num_channels) {
+__device__ __forceinline__ void load_rows(Rows<kLength> (&to)[kParts], const Dense& x, int64_t first, int count,
+                                          int head, int num_channels) {
   constexpr int kVectors = kLength / kVector, kLoads = kTokens * kVectors / kDeltaThreads;
   const uint16_t* from = static_cast<const uint16_t*>(x.data) + first * x.stride_t + head * x.stride_h;
 #pragma unroll

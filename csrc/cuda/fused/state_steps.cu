@@ -245,7 +245,8 @@ void conv_step(const ConvStepParams& params, void* stream) {
                          params.weight_dtype == params.dtype && params.state_len == kPacked &&
                          params.width == kPacked && params.state_stride % kPacked == 0 && is_even(params.state) &&
                          is_even(params.weight);
-  launch("conv_step", is_packed ? step_packed_conv : step_conv, (num_threads + kConvThreads - 1) / kConvThreads, kConvThreads, 0, stream, params);
+  launch("conv_step", is_packed ? step_packed_conv : step_conv, (num_threads + kConvThreads - 1) / kConvThreads,
+         kConvThreads, 0, stream, params);
 }
 
 void delta_step(const DeltaStepParams& params, void* stream) {
@@ -264,7 +265,8 @@ void delta_step(const DeltaStepParams& params, void* stream) {
   const auto kernel = is_wide    ? step_delta<kWideRows, kWide>
                       : has_many ? step_delta<kManyRows, 1>
                                  : step_delta<kFewRows, 1>;
-  launch("delta_step", kernel, count(is_wide ? kWide * kWarp : kWarp), params.key_dim / rows * kWarp, 0, stream, params);
+  launch("delta_step", kernel, count(is_wide ? kWide * kWarp : kWarp), params.key_dim / rows * kWarp, 0, stream,
+         params);
 }
 
 }  // namespace hf_kvquant::cuda
