@@ -41,8 +41,6 @@ _TRIED_TOKENS, _TRIED = 150, 3
 _DTYPES, _MOST_KEY_DIM, _MOST_TOKENS = (torch.float16, torch.bfloat16), 128, 2**20
 # Shared memory that it needs for float16, whose vectors become two numbers each; 8.6 and 8.9 have less.
 _BYTES_OF_HALVES = 128 * 1024
-
-
 _HOW = "one kernel for all sequences"  # in the log
 
 
