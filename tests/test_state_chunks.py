@@ -11,12 +11,12 @@ import models
 import pytest
 import torch
 from cases import REFUSED
-from test_state_steps import CUDA_ONLY, MODULES, OPS, error, theirs
+from test_state_steps import CUDA_ONLY, MODULES, OPS, count, error, fuse_batches, theirs
 from torch import Tensor
 
 from hf_kvquant import patched
 from hf_kvquant.graphs import state_chunks, state_steps
-from hf_kvquant.graphs.fusion import fused, fused_prompts
+from hf_kvquant.graphs.fusion import fused_prompts
 from hf_kvquant.graphs.state_chunks import (
     CONV_CHUNKS,
     DELTA_CHUNKS,
@@ -300,32 +300,6 @@ def test_heads_that_the_kernel_does_not_take() -> None:
 # --- where it stands in -----------------------------------------------------------------------------------------------
 
 
-def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of ops that steps call from now on, trials included."""
-    calls: list[str] = []
-
-    class Counted:
-        def __getattr__(self, name: str) -> Any:
-            calls.append(name)
-            return getattr(OPS, name)
-
-    monkeypatch.setattr(state_chunks, "torch_ops", Counted())
-    return calls
-
-
-def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all steps of batches fuse. On a GPU, those of a manager that captures do."""
-    from hf_kvquant.batching.runner import Runner
-
-    plain = Runner._forward_process_and_sample
-
-    def with_fusion(self: Any, model: Any, *args: Any) -> None:
-        with fused(model):
-            plain(self, model, *args)
-
-    monkeypatch.setattr(Runner, "_forward_process_and_sample", with_fusion)
-
-
 @pytest.mark.parametrize("preset", ["none", "int8"])
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2"])
 def test_prompts_of_a_batch_are_one_call(
@@ -334,8 +308,8 @@ def test_prompts_of_a_batch_are_one_call(
     """Every request gets the tokens of `generate`, also from prompts in chunks and in slots that others have left."""
     from test_batching import PROMPTS, alone, answers, batched, managed
 
-    calls = count(monkeypatch)
-    fusing(monkeypatch)
+    calls = count(monkeypatch, state_chunks)
+    fuse_batches(monkeypatch)
     with patched(models.family(name), preset) as model, caplog.at_level(logging.INFO, "hf_kvquant"):
         expected = [alone(model, prompt) for prompt in PROMPTS]
         assert not calls
@@ -353,8 +327,8 @@ def test_prompts_of_a_batch_are_one_call(
 def test_layers_with_other_functions_have_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_batching import PROMPTS, alone, batched
 
-    calls = count(monkeypatch)
-    fusing(monkeypatch)
+    calls = count(monkeypatch, state_chunks)
+    fuse_batches(monkeypatch)
     with patched(models.family(name), "none") as model:
         expected = [alone(model, prompt) for prompt in PROMPTS]
         assert batched(model, PROMPTS) == expected and not calls
@@ -439,7 +413,7 @@ def test_tensors_get_the_original() -> None:
 def test_prompts_of_generate(batch: int, has_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, they go through the kernels as sequences of one length, with and without states before them."""
     monkeypatch.setattr(state_chunks, "_is_prompt", lambda x, num_tokens: True)
-    calls, here = count(monkeypatch), threading.get_ident()
+    calls, here = count(monkeypatch, state_chunks), threading.get_ident()
     conv, delta = (theirs("qwen3_5", name) for name in (CONV_CHUNKS, DELTA_CHUNKS))
     chooser = Chooser()
     made = delta_inputs((1, 2, 8, 8), 70 * batch, 1, torch.bfloat16)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_kvquant import patched
+from hf_kvquant.graphs import state_steps
 from hf_kvquant.graphs.fusion import fused
 from hf_kvquant.graphs.state_steps import CONV, DELTA, REPLACED, SlotStates, is_close, takes_slots
 from hf_kvquant.spec import state_steps as reference
@@ -275,10 +276,8 @@ def test_a_step_of_a_model(name: str, monkeypatch: pytest.MonkeyPatch, caplog: p
     notes_on(model).fusion = None
 
 
-def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of ops that steps call from now on, outside of trials."""
-    from hf_kvquant.graphs import state_steps
-
+def count(monkeypatch: pytest.MonkeyPatch, module: Any = state_steps) -> list[str]:
+    """The names of ops that functions of a module call from now on, trials included."""
     calls: list[str] = []
 
     class Counted:
@@ -286,8 +285,21 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             calls.append(name)
             return getattr(OPS, name)
 
-    monkeypatch.setattr(state_steps, "torch_ops", Counted())
+    monkeypatch.setattr(module, "torch_ops", Counted())
     return calls
+
+
+def fuse_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all steps of batches fuse. On a GPU, those of a manager that captures do."""
+    from hf_kvquant.batching.runner import Runner
+
+    plain = Runner._forward_process_and_sample
+
+    def with_fusion(self: Any, model: Any, *args: Any) -> None:
+        with fused(model):
+            plain(self, model, *args)
+
+    monkeypatch.setattr(Runner, "_forward_process_and_sample", with_fusion)
 
 
 @torch.no_grad()
@@ -383,15 +395,8 @@ def test_batches_leave_states_in_their_slots(name: str, preset: str, monkeypatch
     """On a GPU, captured steps do. Here steps are told to, and every request gets the tokens of `generate`."""
     from test_batching import PROMPTS, alone, batched
 
-    from hf_kvquant.batching.runner import Runner
-
-    calls, plain = count(monkeypatch), Runner._forward_process_and_sample
-
-    def with_fusion(self: Any, model: Any, *args: Any) -> None:
-        with fused(model):
-            plain(self, model, *args)
-
-    monkeypatch.setattr(Runner, "_forward_process_and_sample", with_fusion)
+    calls = count(monkeypatch)
+    fuse_batches(monkeypatch)
     with patched(models.family(name), preset) as model:
         expected = [alone(model, prompt) for prompt in PROMPTS]
         assert batched(model, PROMPTS) == expected

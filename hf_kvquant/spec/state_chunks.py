@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .reference import check_shape
-from .state_steps import MAX_CONV_WIDTH, delta_step
+from .state_steps import check_conv, check_slots, delta_step
 
 
 def conv_chunks(
@@ -50,14 +50,7 @@ def conv_chunks(
     where = "conv_chunks"
     check_shape(where, "x", x, "[1, any, any]", (1, None, None))
     channels = x.shape[1]
-    check_shape(where, "weight", weight, f"[{channels}, any]", (channels, None))
-    check_shape(where, "state", state, f"[any, {channels}, any]", (None, channels, None))
-    width, state_len = weight.shape[1], state.shape[2]
-    if not max(width - 1, 1) <= state_len <= MAX_CONV_WIDTH:
-        raise ValueError(
-            f"{where}: `state` must have from {max(width - 1, 1)} to {MAX_CONV_WIDTH} inputs of each channel, got "
-            f"{list(state.shape)}."
-        )
+    state_len = check_conv(where, channels, state, weight)
     out = x.new_zeros(1, x.shape[2], channels)
     for tokens, read, write in _sequences(where, begins, read_slots, write_slots):
         seen = torch.cat((state[read : read + 1], x[:, :, tokens].to(state.dtype)), dim=-1)
@@ -126,11 +119,6 @@ def _sequences(where: str, begins: Tensor, read_slots: Tensor, write_slots: Tens
             f"{where}: `begins` must be [sequences + 1] torch.int64, got {list(begins.shape)} {begins.dtype}. The "
             "first token of each sequence, and the end of the last."
         )
-    for name, slots in (("read_slots", read_slots), ("write_slots", write_slots)):
-        if list(slots.shape) != [len(begins) - 1] or slots.dtype != torch.int64:
-            raise ValueError(
-                f"{where}: `{name}` must be [{len(begins) - 1}] torch.int64, got {list(slots.shape)} {slots.dtype}. "
-                "One slot for each sequence."
-            )
+    check_slots(where, len(begins) - 1, read_slots, write_slots)
     spans = [slice(first, end) for first, end in itertools.pairwise(begins.tolist())]
     yield from zip(spans, read_slots.tolist(), write_slots.tolist(), strict=True)

@@ -44,13 +44,7 @@ def conv_step(
         ValueError: A shape does not fit.
     """
     batch, channels = _sizes("conv_step", "x", x, (None, None, 1))[:2]
-    (width,) = _sizes("conv_step", "weight", weight, (channels, None))[1:]
-    state_len = _sizes("conv_step", "state", state, (None, channels, None))[2]
-    if not max(width - 1, 1) <= state_len <= MAX_CONV_WIDTH:
-        raise ValueError(
-            f"conv_step: `state` must have from {max(width - 1, 1)} to {MAX_CONV_WIDTH} inputs of each channel, got "
-            f"{list(state.shape)}."
-        )
+    state_len = check_conv("conv_step", channels, state, weight)
     seen = torch.cat((_read("conv_step", state, batch, read_slots, write_slots), x.to(state.dtype)), dim=-1)
     seen = seen.to(weight.dtype)
     _write(state, seen[:, :, -state_len:], write_slots)
@@ -118,6 +112,28 @@ def delta_step(
     return out.to(query.dtype).unsqueeze(1)
 
 
+def check_conv(where: str, channels: int, state: Tensor, weight: Tensor) -> int:
+    """The `state_len` of a convolution, whose weight and state must fit its channels."""
+    width = _sizes(where, "weight", weight, (channels, None))[1]
+    state_len = _sizes(where, "state", state, (None, channels, None))[2]
+    if not max(width - 1, 1) <= state_len <= MAX_CONV_WIDTH:
+        raise ValueError(
+            f"{where}: `state` must have from {max(width - 1, 1)} to {MAX_CONV_WIDTH} inputs of each channel, got "
+            f"{list(state.shape)}."
+        )
+    return state_len
+
+
+def check_slots(where: str, count: int, read_slots: Tensor, write_slots: Tensor) -> None:
+    """Slots must be `[count]` int64."""
+    for name, slots in (("read_slots", read_slots), ("write_slots", write_slots)):
+        if list(slots.shape) != [count] or slots.dtype != torch.int64:
+            raise ValueError(
+                f"{where}: `{name}` must be [{count}] torch.int64, got {list(slots.shape)} {slots.dtype}. One slot for "
+                "each sequence."
+            )
+
+
 def _sizes(where: str, name: str, x: Tensor, sizes: tuple[int | None, ...]) -> tuple[int, ...]:
     """The sizes of a tensor, which must be these; `None` stands for any."""
     wanted = ", ".join("any" if size is None else str(size) for size in sizes)
@@ -135,12 +151,7 @@ def _read(where: str, state: Tensor, batch: int, read_slots: Tensor | None, writ
                 f"{where}: `state` must have {batch} sequences like the tokens without slots, got {len(state)}."
             )
         return state
-    for name, slots in (("read_slots", read_slots), ("write_slots", write_slots)):
-        if list(slots.shape) != [batch] or slots.dtype != torch.int64:
-            raise ValueError(
-                f"{where}: `{name}` must be [{batch}] torch.int64, got {list(slots.shape)} {slots.dtype}. One slot for "
-                "each sequence."
-            )
+    check_slots(where, batch, read_slots, write_slots)
     return state.index_select(0, read_slots)
 
 

@@ -10,8 +10,8 @@
 // A thread block has 64 columns of the matrix of a head, in float32 in shared memory, and a warp 16 tokens of a chunk.
 //
 // Precision: products go through bfloat16 tensor cores. Keys and queries of the model are exact there, since they are
-// normalised afterwards. A float32 number becomes the sum of two bfloat16 numbers, which keeps 16 of its 24 bits:
-// more than TF32's 11, at the same cost. The inverse is float32 throughout.
+// normalised afterwards. A float32 number becomes the sum of two bfloat16 numbers, which keeps 16 of its 24 bits;
+// TF32 would keep 11. The inverse is float32 throughout.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -58,8 +58,7 @@ __device__ __forceinline__ float silu(float x) {
 }
 
 // A thread block has 16 tokens, which may be as many sequences, and a thread one channel of all of them. It loads
-// several at a time. kWidth: of all weights; 0 if it is only known when the kernel runs, or if dtypes differ. Then each
-// number takes four times the instructions, which limit this kernel.
+// several at a time. kWidth: of all weights; 0 if it is only known when the kernel runs, or if dtypes differ.
 template <Dtype kDtype, int kWidth>
 __global__ void __launch_bounds__(kConvThreads) conv_tokens(const __grid_constant__ ConvChunksParams params) {
   constexpr int kMost = kWidth == 0 ? kMaxConvWidth : kWidth;
