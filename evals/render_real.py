@@ -1,18 +1,22 @@
-"""The tables of a real pretrained model: presets on `docs/presets.md`, positions on `docs/long-contexts.md`, budgets on
-`docs/calibration.md`, recipes on `docs/recipes.md`. `real_models.sh` makes the results.
+"""The tables of a real pretrained model: presets on `docs/presets.md`, positions and hidden numbers on
+`docs/long-contexts.md`, budgets on `docs/calibration.md`, recipes on `docs/recipes.md`. `real_models.sh` makes the
+results.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from parts import Cell, Part, Results, Row, Table, Text, of, origin
-from render_recipes import BITS, DISTANCE, NAME, first_of, recipes
+from render_recipes import BITS, DISTANCE, NAME, TASKS, drift_caption, drift_table, first_of, recipes, task_caption
 
 from hf_kvquant import PRESETS
-from hf_kvquant.common.tables import scientific
+from hf_kvquant.common.tables import scientific, with_error
 from hf_kvquant.presets import PRESET_WINDOWS, UNQUANTIZED
+from hf_kvquant_evals.long_context.measure import SUMMARY, is_scored
+from hf_kvquant_evals.paired import paired_accuracy
+from hf_kvquant_evals.recipes.results import accuracy_change, log_likelihood_change
 
 MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense windows, and each without: first and newest tokens follow the name.
@@ -30,9 +34,10 @@ def measured_presets(files: Results) -> dict[str, Row]:
 
 def preset_rows(files: Results) -> list[Row]:
     """A row of each preset, with those of the other ways of reading under the names of their files."""
-    others = ("real_generate_calibrated", "real_chunks")
+    others = {name: files[name]["presets"] for name in ("real_generate_calibrated", "real_chunks")}
+    others["answers"] = files["recipes_real"]["runs"]["tasks"]["recipes"]
     return [
-        {**row, "preset": name, **{other: files[other]["presets"].get(name) for other in others}}
+        {**row, "preset": name, **{other: found.get(name) for other, found in others.items()}}
         for name, row in measured_presets(files).items()
         if name != UNQUANTIZED
     ]
@@ -65,6 +70,8 @@ preset_table = Table(
         "99 %": "{kld_p99:.2g}",
         "KL, calibrated": "{real_generate_calibrated.kld:scientific}",
         "KL, in chunks": "{real_chunks.kld:scientific}",
+        "zero-shot, points": of("answers.tasks", accuracy_change),
+        "same answers": "{answers.tasks.same:.1%}",
     },
 )
 caption = Text(
@@ -72,11 +79,14 @@ caption = Text(
     "{reads} ({real_generate.scored_tokens:,} tokens, perplexity {real_generate.reference_perplexity:.2f}). Its "
     "head_dim is 64, so bits are a little higher than with 128. Calibrated: smoothed on other text, on {calibrated}. "
     "In chunks: {real_chunks.chunk} tokens at a time from the first one on, windows of {real_chunks.window:,} "
-    "({real_chunks.scored_tokens:,} tokens, on {chunks}).",
+    "({real_chunks.scored_tokens:,} tokens, on {chunks}). Zero-shot: the change of accuracy, ± one standard error, of "
+    "{answered.tasks.num_items} items behind text (`docs/recipes.md`), on {tasks.gpu|tasks.cpu}.",
     origin("real_generate", of="real_generate.", more=" and files beside it"),
     reads=reads("real_generate"),
     calibrated=where("real_generate_calibrated"),
     chunks=where("real_chunks"),
+    tasks=lambda files: files["recipes_real"]["runs"]["tasks"],
+    answered=lambda files: first_of("tasks")(files["recipes_real"]),
 )
 
 
@@ -177,6 +187,58 @@ position_caption = Text(
     "{real_long.scored_tokens:,} tokens of other parts of the text, behind {real_long.n0:,}.",
     origin("real_position", of="real_position.", more=" and `real_long.json`"),
 )
+
+
+def needle_rows(results: Results) -> list[Row]:
+    """By preset, how many hidden numbers it finds, where the unquantised cache finds them."""
+    cells: dict[str, list[Row]] = {name.split("/")[1]: [] for name in results["parts"] if name != SUMMARY}
+    for name, part in results["parts"].items():
+        if name != SUMMARY and is_scored(part):
+            cells[name.split("/")[1]].append(part)
+
+    def right(preset: str, *lengths: str) -> list[float]:
+        return [float(each) for length in lengths for part in cells[length] for each in part[preset]["correct"]]
+
+    return [
+        {
+            **summary,
+            "preset": name,
+            "right": {length: statistics.fmean(right(name, length)) for length in cells if cells[length]},
+            "change": points(right(name, *cells), right(UNQUANTIZED, *cells)),
+        }
+        for name, summary in results["parts"][SUMMARY].items()
+    ]
+
+
+def points(right: Sequence[float], reference: Sequence[float]) -> str:
+    """The change of an accuracy on the same items, in points, with its standard error."""
+    pair = paired_accuracy(right, reference)
+    return with_error(100 * pair.difference, 100 * pair.standard_error, "+.1f")
+
+
+def needle_columns(results: Results) -> dict[str, Cell]:
+    """How many numbers are found at each length, and in all."""
+    lengths = dict.fromkeys(name.split("/")[1] for name in results["parts"] if name != SUMMARY)
+    return {
+        "preset": "`{preset}`",
+        **{f"{int(length):,} tokens": f"{{right.{length}:.0%}}" for length in lengths},
+        "all": "{accuracy:.1%}",
+        "change, points": "{change}",
+        "log-likelihood, nats per answer": log_likelihood_change,
+    }
+
+
+needle_table = Table(needle_rows, needle_columns)
+needle_caption = Text(
+    f"{MODEL} in {{settings.dtype}}: a pass key in sentences that repeat themselves, and a number in text that does "
+    "not, at {depths} % of the prompt, {settings.samples} prompts each. Numbers found where the unquantised cache "
+    "finds 90 % ({summary.num_scored} of {summary.num_cells} combinations, {prompts:,} prompts); the log-likelihood of "
+    "the right answer in all {summary.num_cells}. ±: one standard error.",
+    origin("real_needles", of="card."),
+    summary=lambda results: results["parts"][SUMMARY][UNQUANTIZED],
+    prompts=lambda results: results["parts"][SUMMARY][UNQUANTIZED]["num_scored"] * results["settings"]["samples"],
+    depths=lambda results: ", ".join(dict.fromkeys(name.split("/")[2] for name in results["parts"] if name != SUMMARY)),
+)
 recipe_table = Table(
     recipes("generate"), {**NAME, **BITS, **DISTANCE, "KL, token by token": "{runs.steps.kld:scientific}"}
 )
@@ -190,10 +252,43 @@ recipe_caption = Text(
     first=first_of("generate"),
     other=first_of("steps"),
 )
+ALONE = "piqa"  # the task that was also asked without text before it
+
+
+def answer_rows(files: Results) -> list[Row]:
+    """A row of each recipe that answered tasks; a preset's also with how it answers `ALONE` through the real cache."""
+    parts = files["real_tasks"]["parts"]
+    right = {name.partition("/")[2]: part["items"]["acc"] for name, part in parts.items() if name.startswith(ALONE)}
+
+    def change(name: str) -> str:
+        return points(right[name], right[UNQUANTIZED]) if name in right else "-"
+
+    return [{**row, "alone": change(row["name"])} for row in recipes("tasks")(files["recipes_real"])]
+
+
+answer_table = Table(answer_rows, {**NAME, **BITS, **TASKS, f"{ALONE} alone, points": "{alone}"})
+
+
+def answer_caption(files: Results) -> str:
+    """What was asked."""
+    alone = Text(
+        f"{ALONE} alone: {{items:,}} items through the real cache, without text before them; there {ALONE} is "
+        "{right:.1%} right with the unquantised cache (`evals/results/real_tasks.json`).",
+        items=lambda files: files["real_tasks"]["parts"][f"{ALONE}/{UNQUANTIZED}"]["num_items"],
+        right=lambda files: files["real_tasks"]["parts"][f"{ALONE}/{UNQUANTIZED}"]["metrics"]["acc"],
+    )
+    return f"{task_caption(MODEL)(files['recipes_real'])} {alone(files)}"
+
+
+REAL = ("real_generate", "real_windows", "real_generate_calibrated", "real_chunks", "recipes_real")
+written_caption = drift_caption("drift", f"{MODEL} in {{run.dtype}}: ", origin("recipes_real", of="run."))
 PARTS = (
-    Part("real", ("real_generate", "real_windows", "real_generate_calibrated", "real_chunks"), (preset_table, caption)),
+    Part("real", REAL, (preset_table, caption)),
     Part("windows", ("real_generate", "real_windows", "real_long", "recipes_real"), (windows_table, windows_caption)),
     Part("bits", ("real_bits",), (bits_table, bits_caption)),
     Part("positions", ("real_position", "real_long"), (position_table, position_caption)),
+    Part("needles", ("real_needles",), (needle_table, needle_caption)),
     Part("recipes-real", ("recipes_real",), (recipe_table, recipe_caption)),
+    Part("recipes-real-drift", ("recipes_real",), (drift_table("drift"), written_caption)),
+    Part("recipes-real-tasks", ("recipes_real", "real_tasks"), (answer_table, answer_caption)),
 )

@@ -107,11 +107,12 @@ def drift_table(run: str) -> Table:
     return Table(recipes(run), columns)
 
 
-def drift_caption(run: str, model: str = "") -> Text:
+def drift_caption(run: str, model: str = "", *more: str) -> Text:
     """What was written."""
     return Text(
         f"{model}{{run.drift_prompts}} texts of {{run.drift_tokens:,}} tokens behind prompts of 32. NLL: of the last "
         "tokens under the unquantised cache, against its own texts, nats per token, ± one standard error.",
+        *more,
         run=lambda results: results["runs"][run],
     )
 
@@ -126,16 +127,19 @@ def without_windows(cell: Cell) -> Cell:
     return lambda row: of("tasks", cell)(row["runs"]["tasks-codes"] or {})
 
 
+TASKS: dict[str, Cell] = {
+    "read from codes": "{tasks.read_from_codes:.0%}",
+    "accuracy": "{tasks.accuracy:.1%}",
+    "change, points": of("tasks", accuracy_change),
+    "log-likelihood, nats per answer": of("tasks", log_likelihood_change),
+    "same answers": "{tasks.same:.1%}",
+}
 task_table = Table(
     recipes("tasks"),
     {
         **NAME,
         **BITS,
-        "read from codes": "{tasks.read_from_codes:.0%}",
-        "accuracy": "{tasks.accuracy:.1%}",
-        "change, points": of("tasks", accuracy_change),
-        "log-likelihood, nats per answer": of("tasks", log_likelihood_change),
-        "same answers": "{tasks.same:.1%}",
+        **TASKS,
         "no dense windows: log-likelihood": without_windows(log_likelihood_change),
         "no dense windows: same answers": without_windows("{same:.1%}"),
     },

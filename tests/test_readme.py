@@ -184,6 +184,29 @@ def test_quality_table(renderer: ModuleType) -> None:
     assert quality_table(files) != before
 
 
+def test_needle_table(renderer: ModuleType) -> None:
+    """Numbers count where the unquantised cache finds them, by length; log-likelihoods everywhere."""
+
+    def part(whole: list[bool], int4: list[bool]) -> dict[str, Any]:
+        return {"none": {"correct": whole}, "int4": {"correct": int4}}
+
+    found, half = [True] * 4, [True, False] * 2
+    summary = {"num_cells": 3, "num_scored": 2, "accuracy": 1.0, "log_likelihood_change": 0.0, "standard_error": 0.0}
+    int4 = {**summary, "accuracy": 0.75, "log_likelihood_change": -0.5, "standard_error": 0.125}
+    parts = {
+        "passkey/1024/0": part(found, half),
+        "needle/1024/0": part(found, found),
+        "needle/2048/50": part(half, found),
+        "summary": {"none": summary, "int4": int4},
+    }
+    # Of eight items, two are lost: a variance of 2 - 4 / 8 over 64.
+    error = 100 * 1.5**0.5 / 8
+    assert renderer.render_real.needle_table({"parts": parts}).splitlines()[2:] == [
+        "| `none` | 100% | - | 100.0% | +0.0 ± 0.0 | +0.000 ± 0.000 |",
+        f"| `int4` | 75% | - | 75.0% | -25.0 ± {error:.1f} | -0.500 ± 0.125 |",
+    ]
+
+
 def gpu_results() -> dict[str, Any]:
     """What `bench_decode.py` writes, as far as the README shows it, with made-up numbers."""
 
