@@ -28,6 +28,27 @@ __device__ __forceinline__ float rounded(Dtype dtype, float x) {
   return dtype == Dtype::fp16 ? half_to_float(float_to_half(x)) : __bfloat162float(__float2bfloat16_rn(x));
 }
 
+// A number of a recurrent state, which is float32 or float16. Sums behind the largest float16 become that one, since
+// infinity would make every later token NaN. NaN stays.
+__device__ __forceinline__ float from_state(float x) { return x; }
+__device__ __forceinline__ float from_state(half_bits bits) { return half_to_float(bits); }
+
+__device__ __forceinline__ void to_state(float& to, float x) { to = x; }
+__device__ __forceinline__ void to_state(half_bits& to, float x) {
+  constexpr float kLargest = 65504.f;
+  to = float_to_half(x > kLargest ? kLargest : x < -kLargest ? -kLargest : x);
+}
+
+// Calls a function with a pointer to the numbers of a state.
+template <class Function>
+__device__ __forceinline__ void with_state(void* state, Dtype dtype, Function&& function) {
+  if (dtype == Dtype::fp32) {
+    function(static_cast<float*>(state));
+  } else {
+    function(static_cast<half_bits*>(state));
+  }
+}
+
 // A slot, or -1 if the number is none.
 __device__ __forceinline__ int64_t slot_of(const int64_t* slots, int b, int64_t num_slots) {
   const int64_t slot = slots == nullptr ? b : slots[b];
