@@ -19,7 +19,8 @@ __device__ __forceinline__ void store(void* data, Dtype dtype, int64_t i, float 
   if (dtype == Dtype::fp32) {
     static_cast<float*>(data)[i] = x;
   } else {
-    static_cast<uint16_t*>(data)[i] = dtype == Dtype::fp16 ? float_to_half(x) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    const uint16_t bits = dtype == Dtype::fp16 ? float_to_half(x) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    static_cast<uint16_t*>(data)[i] = bits;
   }
 }
 

@@ -615,7 +615,8 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_tokens(const __grid_co
     with_state(params.state, params.state_dtype, [&](auto* to) {
 #pragma unroll 4
       for (int c = thread / kColumns; c < params.key_dim; c += kDeltaThreads / kColumns) {
-        to_state(to[write * params.state_stride + in_slot + int64_t{c} * params.value_dim], shared.state[c][own_column]);
+        const int64_t at = write * params.state_stride + in_slot + int64_t{c} * params.value_dim;
+        to_state(to[at], shared.state[c][own_column]);
       }
     });
   }

@@ -1,6 +1,7 @@
-// One token of layers that keep a state instead of keys and values, one launch each: the convolution and the gated delta
-// rule. Both work in place, in the slots of a cache, so a step reads and writes each state once. The separate kernels of
-// PyTorch pass over the matrix of a head some twelve times, and those of fla need it gathered before and scattered after.
+// One token of layers that keep a state instead of keys and values, one launch each: the convolution and the gated
+// delta rule. Both work in place, in the slots of a cache, so a step reads and writes each state once. The separate
+// kernels of PyTorch pass over the matrix of a head some twelve times, and those of fla need it gathered before and
+// scattered after.
 #include <cuda_runtime.h>
 
 #include <cstring>
