@@ -14,6 +14,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched
+from hf_kvquant.cache.states import KVQuantStateLayer
+from hf_kvquant.graphs.state_steps import SlotStates
 from hf_kvquant.state import notes_on
 from hf_kvquant.upstream.releases import HAS_STATES, with_cache
 
@@ -22,6 +24,9 @@ if not HAS_STATES:
 
 from test_batching import PROMPTS, alone, answers, batched, managed, text
 from test_batching_states import long, scarce
+
+from hf_kvquant.batching.batch import Group
+from hf_kvquant.batching.states import GroupLayer, StatePart
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
 CONFIG = {"preset": "none", "state_dtype": "float16"}
@@ -64,6 +69,23 @@ def test_static_and_growing_caches_say_the_same(name: str, options: dict[str, An
             assert [state.dtype for state in recurrent_states(again)] == [torch.float16] * len(recurrent_states(cache))
     with patched(model, {**CONFIG, **is_static}):
         assert torch.equal(greedy(model, inputs, 8, **options).sequences, expected)
+
+
+def test_numbers_that_float16_does_not_have() -> None:
+    """They become its largest one, wherever a state is stored; what is NaN stays NaN."""
+    given = torch.tensor([1e6, -1e6, 65519.0, 1.0, torch.nan, torch.inf])
+    largest = torch.finfo(torch.float16).max
+    expected = torch.tensor([largest, -largest, largest, 1.0, torch.nan, largest], dtype=torch.float16)
+    layer = KVQuantStateLayer("layer 0", False, None, torch.float16)
+    slots = SlotStates(torch.zeros(3, 6).half(), torch.tensor([0]), torch.tensor([2]))
+    slots.store(given[None])
+    group = Group(slice(0, 1), 1, slots.read, slots.read, has_past=True, read_slots=slots.read, write_slots=slots.write)
+    plane = torch.zeros(3, 6).half()
+    grouped = GroupLayer([(StatePart(False, 0, 0, (6,), torch.float16), plane)], group)
+    grouped.update_recurrent_state(given[None])
+    grouped.store()
+    for found in (layer.update_recurrent_state(given[None])[0], slots.plane[2], plane[2]):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @CUDA_ONLY
