@@ -1428,12 +1428,6 @@ MUTATIONS = [
         (
             "            recurrent_states = stored(recurrent_states, self.state_dtype)\n",
             "            pass\n",
-            "a number that float16 does not have becomes infinity in `generate`",
-            "state_dtype",
-        ),
-        (
-            "recurrent_states = torch.empty_like(recurrent_states, dtype=self.state_dtype)",
-            "pass",
             "states stay in float32 in `generate`",
             "state_dtype",
         ),

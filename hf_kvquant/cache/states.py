@@ -41,8 +41,6 @@ class PooledStates(LinearAttentionLayer):
         conv_kernel_size: int | None = None,
     ) -> None:
         """Take a state of zeros from the pool, or allocate one. See transformers' class for the arguments."""
-        if recurrent_states is not None and self.state_dtype is not None:
-            recurrent_states = torch.empty_like(recurrent_states, dtype=self.state_dtype)
         LinearAttentionLayer.lazy_initialization(self, conv_states, recurrent_states, state_idx, conv_kernel_size)
         given = {"conv": (conv_states, self.conv_states), "recurrent": (recurrent_states, self.recurrent_states)}
         for kind, (like, states) in given.items():
