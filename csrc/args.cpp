@@ -880,11 +880,13 @@ void set_delta_operands(const char* where, std::array<int64_t, 2> tokens, const 
 
 // The matrices of all heads, [slots, heads, key_dim, value_dim].
 template <class Params>
-float* delta_states(const Subject& subject, const Tensor& x, const Tensor& query, const Params& params) {
-  check(subject, x, query, ScalarType::Float, {kAny, params.num_heads, params.key_dim, params.value_dim},
-        " A matrix for each head.");
+void* delta_states(const Subject& subject, const Tensor& x, const Tensor& query, Params& params) {
+  const bool is_half = x.scalar_type() == ScalarType::Half;
+  check(subject, x, query, is_half ? ScalarType::Half : ScalarType::Float,
+        {kAny, params.num_heads, params.key_dim, params.value_dim}, " A matrix for each head.");
   check_slots(subject, x);
-  return static_cast<float*>(x.data_ptr());
+  params.state_dtype = is_half ? Dtype::fp16 : Dtype::fp32;
+  return x.data_ptr();
 }
 
 DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
@@ -902,6 +904,8 @@ DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const 
   params.target = delta_states({kWhere, "target"}, target, query, params);
   KVQ_CHECK(target.size(0) == state.size(0), Subject{kWhere, "target"}, "have ", state.size(0),
             " slots like `state`, got ", target.size(0), ".");
+  KVQ_CHECK(target.scalar_type() == state.scalar_type(), Subject{kWhere, "target"}, "be ",
+            name_of(state.scalar_type()), " like `state`, got ", name_of(target.scalar_type()), ".");
   params.state_stride = state.stride(0), params.target_stride = target.stride(0);
   params.slots = step_slots(kWhere, state, params.batch, read_slots, write_slots);
   return params;

@@ -90,8 +90,9 @@ struct DeltaStepParams {
   Dense query, key;  // [batch, 1, num_k_heads, key_dim]; stride_t unused, as in all of these
   Dense value;       // [batch, 1, num_heads, value_dim]
   Dense decay, beta;  // g and beta, [batch, 1, num_heads]; stride_h from one head to the next
-  const float* state;  // [slots, num_heads, key_dim, value_dim], slots contiguous
-  float* target;       // the new states; may be `state`
+  const void* state;  // [slots, num_heads, key_dim, value_dim] of float32 or float16, slots contiguous
+  void* target;       // the new states; may be `state`. Float16 takes its largest number for larger ones
+  Dtype state_dtype;  // of both
   int64_t state_stride, target_stride;  // from one slot to the next
   StepSlots slots;
   void* out;  // like value in shape and query in dtype, contiguous
@@ -136,7 +137,8 @@ struct DeltaChunksParams {
   Dense value;        // [1, tokens, num_heads, value_dim]; at multiples of 4 bytes, and value_dim is even
   Dense decay, beta;  // g and beta, [1, tokens, num_heads], of any dtype
   Sequences sequences;
-  float* state;  // [slots, num_heads, key_dim, value_dim], slots contiguous
+  void* state;  // as in DeltaStepParams
+  Dtype state_dtype;
   int64_t state_stride;
   void* out;  // like value in shape and query in dtype, contiguous
   int num_k_heads, num_heads, key_dim, value_dim;

@@ -61,7 +61,8 @@ from hf_kvquant_evals.provenance import card, gpu_card
 
 # Unpatched, by attention implementation.
 UNPATCHED = {"transformers": "sdpa", "flash": "flash_attention_2"}
-SYSTEMS = [*UNPATCHED, *PRESETS]
+HALVES = "-float16-states"  # behind a preset's name
+SYSTEMS = [*UNPATCHED, *PRESETS, *(preset + HALVES for preset in ("int8", "int4"))]
 DEFAULT_SYSTEMS = [*UNPATCHED, "int8", "int4"]
 PAGE_SIZE = 256  # by default
 # What results must share with those that they are added to. Commits may differ: each row names its own.
@@ -179,10 +180,16 @@ def left_for_cache(model: Any, total_gb: float) -> int:
     return left
 
 
+def config_of(system: str) -> KVQuantConfig:
+    """The config of a patched system."""
+    preset = system.removesuffix(HALVES)
+    return KVQuantConfig.from_preset(preset, state_dtype=None if preset == system else "float16")
+
+
 def bytes_per_token(model: Any, system: str) -> int:
     """Bytes of one token's keys and values in all layers."""
     text_config, num_bytes = model.config.get_text_config(), 0
-    config = KVQuantConfig.from_preset("none" if system in UNPATCHED else system)
+    config = config_of("none" if system in UNPATCHED else system)
     for index, formats in formats_of(text_config, config).items():
         layer = text_config.per_layer_config[index]
         heads = 1 if latent_sizes(layer) else layer.num_key_value_heads
@@ -239,7 +246,7 @@ def serve(manager: Any, prompts: list[list[int]], new_tokens: list[int], limit_s
 def prepared(model: Any, system: str) -> Iterator[None]:
     """The model as a system has it."""
     if system not in UNPATCHED:
-        with patched(model, system):
+        with patched(model, config_of(system)):
             yield
         return
     before = model.config._attn_implementation

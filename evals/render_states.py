@@ -36,7 +36,12 @@ HYBRID, DENSE = "batching_qwen3_5_4b", "batching_qwen3_4b"
 
 batching_table = Table(
     lambda files: [
-        {**ours, "own": ours["rows"][0], "dense": dense["rows"][0]}
+        {
+            **ours,
+            "own": at("int8", ours["rows"]),
+            "half": at("int8-float16-states", ours["rows"]),
+            "dense": at("int8", dense["rows"]),
+        }
         for ours, dense in zip(files[HYBRID]["workloads"], files[DENSE]["workloads"], strict=True)
     ],
     {
@@ -47,6 +52,8 @@ batching_table = Table(
         "Qwen3.5-4B, tokens/s": "{own.output_tokens_per_s:,.0f}",
         "Qwen3-4B, tokens/s": "{dense.output_tokens_per_s:,.0f}",
         "ratio": "{own.output_tokens_per_s/dense.output_tokens_per_s:.2f}",
+        "states in float16, tokens/s": "{half.output_tokens_per_s:,.0f}",
+        " ratio": "{half.output_tokens_per_s/dense.output_tokens_per_s:.2f}",
         "first token, s": "{own.first_token_s.median:.2f}",
         "of Qwen3-4B, s": "{dense.first_token_s.median:.2f}",
     },

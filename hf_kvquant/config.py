@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .presets import (
     DEFAULT_PRESET,
@@ -26,11 +26,17 @@ from .presets import (
 )
 from .spec.formats import KVFormat
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["BACKEND", "DEFAULT_PRESET", "PRESETS", "TRANSFORMS", "WINDOWS", "KVQuantConfig", "LayerFormats"]
 
 BACKEND = "hf_kvquant"
 
-_SWITCHES = ("sliding", "static", "max_cache_len", "capture", "offloading")
+# What recurrent states may be kept in instead of the model's dtype. Fewer bits, and bfloat16, cost more:
+# evals/results/state_drift.json.
+STATE_DTYPE = "float16"
+_SWITCHES = ("sliding", "static", "max_cache_len", "capture", "offloading", "state_dtype")
 _KEYS = ("backend", *SIDES, "layers", *_SWITCHES, "nbits", "q_group_size")
 
 
@@ -52,6 +58,9 @@ class KVQuantConfig(Formats):
             Ready at once; on one GPU, or on the ranks of tensor parallelism. Implies `static`.
         offloading: Whether the codes of a growing cache are kept in CPU memory. Each GPU holds the codes of two layers:
             the one that attends and the next one, which is being fetched.
+        state_dtype: Dtype in which the recurrent states of gated delta rules are kept between steps: "float16", or
+            `None` for the model's, float32. Sums are the model's either way. Only models with such layers (Qwen3.5,
+            Qwen3-Next, OLMo Hybrid) take it.
 
     Raises:
         TypeError, ValueError: A setting is not valid; the message names it, what was expected and what came.
@@ -65,6 +74,7 @@ class KVQuantConfig(Formats):
     max_cache_len: int | None = None
     capture: bool = False
     offloading: bool = False
+    state_dtype: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +96,8 @@ class KVQuantConfig(Formats):
                 "KVQuantConfig: `offloading` must be False for a static cache, got True: a compiled or captured step "
                 "needs its buffers on the GPU. Leave out static, max_cache_len and capture, or leave out offloading."
             )
+        if self.state_dtype not in (None, STATE_DTYPE):
+            raise ValueError(f"KVQuantConfig: `state_dtype` must be '{STATE_DTYPE}' or None, got {self.state_dtype!r}.")
         if not isinstance(self.layers, Mapping):
             raise TypeError(
                 f"KVQuantConfig: `layers` must map layer indices to LayerFormats, got {type(self.layers).__name__}."
@@ -104,6 +116,13 @@ class KVQuantConfig(Formats):
         """The formats of one layer."""
         default = LayerFormats(self.key, self.value, self.transforms, self.sink_length, self.residual_length)
         return self.layers.get(layer_idx, default)
+
+    @property
+    def torch_state_dtype(self) -> torch.dtype | None:
+        """`state_dtype` as PyTorch's."""
+        import torch
+
+        return None if self.state_dtype is None else torch.float16
 
     @property
     def has_windows(self) -> bool:
@@ -184,7 +203,7 @@ class KVQuantConfig(Formats):
         - `layers`: from layer index to a preset's name or a dictionary with `preset`, `key`, `value`, `transforms`,
           `sink_length`, `residual_length`. If the layer is quantised, the last two default to the values given for all
           layers, else to its preset's.
-        - `sliding`, `static`, `max_cache_len`, `capture`, `offloading`: as the attributes.
+        - `sliding`, `static`, `max_cache_len`, `capture`, `offloading`, `state_dtype`: as the attributes.
         - `backend`: must be ours; ignored.
         - `nbits` (8, 4, 3 or 2): transformers' spelling of presets `int8`, `int4` and `int2`, or of 3 bits.
         - `q_group_size`: its spelling of channels per scale, for both sides.

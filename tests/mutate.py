@@ -237,8 +237,8 @@ MUTATIONS = [
             "batching_states",
         ),
         (
-            "write_slots, state.to(plane.dtype))",
-            "read_slots, state.to(plane.dtype))",
+            "write_slots, stored(state, plane.dtype))",
+            "read_slots, stored(state, plane.dtype))",
             "padding writes the state that padding reads",
             "batching_states",
         ),
@@ -1397,6 +1397,48 @@ MUTATIONS = [
             "if last.total is not x:",
             "a norm gets what was computed before its input was changed",
             "fusion",
+        ),
+    ),
+    *of(
+        "hf_kvquant/spec/state_steps.py",
+        (
+            "new = new.clamp(-largest, largest)",
+            "new = new",
+            "a number that float16 does not have becomes infinity, and later tokens NaN",
+            "state_dtype state_steps",
+        ),
+        (
+            "held = held.to(torch.promote_types(state.dtype, torch.float32))",
+            "held = held.clone()",
+            "sums over a state in float16 are float16, too",
+            "state_steps",
+        ),
+    ),
+    *of(
+        "hf_kvquant/spec/state_chunks.py",
+        (
+            "state[write] = stored(held[0], state.dtype)",
+            "state[write] = held[0]",
+            "a number that float16 does not have becomes infinity behind a prompt",
+            "state_chunks",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache/states.py",
+        (
+            "            recurrent_states = stored(recurrent_states, self.state_dtype)\n",
+            "            pass\n",
+            "states stay in float32 in `generate`",
+            "state_dtype",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache/support.py",
+        (
+            "not (found & RECURRENT and has_gated_delta_rule(text_config))",
+            "not found & RECURRENT",
+            "states that nothing was measured of lose bits",
+            "state_dtype",
         ),
     ),
     *of(

@@ -254,6 +254,7 @@ def test_dictionary_of_a_config() -> None:
         "max_cache_len": 64,
         "capture": False,
         "offloading": False,
+        "state_dtype": None,
     }
 
 
@@ -261,7 +262,7 @@ def test_dictionary_of_a_config() -> None:
 
 KNOWN = (
     "['backend', 'preset', 'key', 'value', 'transforms', 'sink_length', 'residual_length', 'layers', 'sliding', "
-    "'static', 'max_cache_len', 'capture', 'offloading', 'nbits', 'q_group_size']"
+    "'static', 'max_cache_len', 'capture', 'offloading', 'state_dtype', 'nbits', 'q_group_size']"
 )
 PRESET_NAMES, STORAGES, NBITS = list(PRESETS), list(STORAGE_IDS), list(INTEGER_BITS.values())
 

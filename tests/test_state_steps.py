@@ -28,6 +28,7 @@ if not HAS_STATES:
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OPS = torch.ops.hf_kvquant
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+STATE_DTYPES = [torch.float32, torch.float16]
 # Heads of queries and keys, and of values; channels of a key, and of a value.
 SHAPES = [(2, 4, 128, 128), (1, 1, 64, 64), (3, 3, 256, 40), (2, 2, 8, 8), (1, 2, 24, 33), (4, 8, 32, 96)]
 # Modules of transformers that have the functions.
@@ -66,17 +67,21 @@ def conv_inputs(
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize("normalizes", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", MODULES)
-def test_the_delta_rule_is_that_of_transformers(name: str, shape: tuple[int, ...], normalizes: bool) -> None:
+def test_the_delta_rule_is_that_of_transformers(
+    name: str, shape: tuple[int, ...], normalizes: bool, state_dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     *vectors, state = delta_inputs(shape)
+    state = state.to(state_dtype)
     query, key, value, g, beta = vectors
-    expected = theirs(name, DELTA)(query, key, value, g, beta, state, True, normalizes)
+    expected_out, expected = theirs(name, DELTA)(query, key, value, g, beta, state, True, normalizes)
     target = torch.empty_like(state)
     out = reference.delta_step(*vectors, state, target, normalizes, None, None)
-    torch.testing.assert_close((out, target), expected)
+    torch.testing.assert_close((out, target), (expected_out, expected.to(state_dtype)))
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -116,21 +121,44 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).abs().max())
 
 
+def test_states_beyond_float16_become_its_largest_number(device: str) -> None:
+    """A state grows by 2 times the values; what is NaN stays NaN."""
+    heads, largest = 2, torch.finfo(torch.float16).max
+    for dim in (8, 128):
+        query = key = torch.zeros(64, 1, heads, dim, device=device)
+        key[..., 0] = 1
+        value = torch.full_like(key, 3e4)
+        value[..., 1] *= -1
+        g, beta = (torch.full((64, 1, heads), each, device=device) for each in (0.0, 2.0))
+        state = torch.zeros(64, heads, dim, dim, device=device)
+        state[:, :, 0, 0], state[:, :, 1, 2] = -5e4, torch.nan
+        state, new = state.half(), state.half()
+        OPS.delta_step(query, key, value, g, beta, state, new, False, None, None)
+        row = torch.full((dim,), 6e4)
+        row[:3] = torch.tensor([largest, -6e4, torch.nan])
+        assert torch.equal(new[:, :, 0].cpu().nan_to_num(7), row.half().nan_to_num(7).expand(64, heads, dim))
+        assert new[:, :, 1, 2].isnan().all() and not new[:, :, 1:, :2].any()
+
+
 @CUDA_ONLY
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize("normalizes", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("batch", [1, 3, 70])
-def test_the_kernel_of_the_delta_rule(batch: int, shape: tuple[int, ...], dtype: torch.dtype, normalizes: bool) -> None:
+def test_the_kernel_of_the_delta_rule(
+    batch: int, shape: tuple[int, ...], dtype: torch.dtype, normalizes: bool, state_dtype: torch.dtype
+) -> None:
     """Against float64, at most twice PyTorch's own error, and a rounding of the largest."""
     torch.manual_seed(0)
     *vectors, state = delta_inputs(shape, batch, dtype, "cuda")
+    state = state.to(state_dtype)
     wide = [x.double() for x in (*vectors, state)]
     target = torch.empty_like(wide[-1])
     exact = reference.delta_step(*wide, target, normalizes, None, None), target
     like = torch.empty_like(state)
     own = reference.delta_step(*vectors, state, like, normalizes, None, None), like
-    slots = torch.full((2 * batch + 1, *state.shape[1:]), torch.nan, device="cuda")
+    slots = torch.full((2 * batch + 1, *state.shape[1:]), torch.nan, dtype=state_dtype, device="cuda")
     read, write = torch.randperm(2 * batch + 1, device="cuda")[: 2 * batch].view(2, batch)
     slots[read] = state
     untouched = slots.clone()
@@ -229,11 +257,19 @@ def test_slots_that_do_not_fit(device: str, name: str) -> None:
             getattr(OPS, name)(*given, *pair)
 
 
-def test_states_of_16_bits_are_refused() -> None:
-    given = arguments("cpu")["delta_step"]
+def test_states_of_other_dtypes_are_refused(device: str) -> None:
+    given = arguments(device)["delta_step"]
     given[5] = given[5].bfloat16()
-    with pytest.raises(REFUSED, match=r"delta_step: `state` must be float32, got torch.bfloat16."):
+    with pytest.raises(REFUSED, match=r"delta_step: `state` must be .*float32.*, got .*bfloat16."):
         OPS.delta_step(*given)
+    given = arguments(device)["delta_step"]
+    given[5] = given[5].half()
+    expected = r"delta_step: `target` must be (torch\.)?float16 like `state`, got (torch\.)?float32\."
+    with pytest.raises(REFUSED, match=expected):
+        OPS.delta_step(*given)
+
+
+def test_heads_that_do_not_fit() -> None:
     given = arguments("cpu")["delta_step"]
     given[2] = given[2][:, :, :1].repeat(1, 1, 3, 1)
     given[0] = given[1] = given[0].repeat(1, 1, 2, 1)

@@ -84,11 +84,11 @@ class Probe(PagedAttentionCache):
 
 
 @torch.no_grad()
-def calls_of_a_token(model: Any, prev: str) -> tuple[list[Call], StateLayers | None]:
+def calls_of_a_token(model: Any, prev: str, state_dtype: torch.dtype | None) -> tuple[list[Call], StateLayers | None]:
     """The calls of paged attention that a model would make for one token, and its layers with a state.
 
     The model is left unchanged. Layers that compute attention elsewhere, do not pass the cache on or change their keys,
-    make no calls.
+    make no calls. `state_dtype` is that of recurrent states, `None` for the model's.
 
     Raises:
         NotImplementedError: The model counts the tokens of its cache, or steps cannot be packed for its states.
@@ -114,7 +114,7 @@ def calls_of_a_token(model: Any, prev: str) -> tuple[list[Call], StateLayers | N
             probe, logits = run(0)
             if probe.is_counted:
                 _check_positions(model, logits, run(1)[1])
-            layers = None if probe.states is None else probe.states.found()
+            layers = None if probe.states is None else probe.states.found(state_dtype)
             why_not = None if layers is None else layers.why_not_at(with_states) or why_not_grouped(layers)
     except UnknownCall as error:
         why_not = str(error)

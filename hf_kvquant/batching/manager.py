@@ -247,7 +247,7 @@ class Manager(ContinuousBatchingManager):
         self._restore_attention(model)  # of a manager that was dropped without being stopped
         self.made_for = Purpose(model)
         check_served(model, patch.config, continuous_batching_config)
-        calls, self._state_layers = calls_of_a_token(model, patch.previous_attention)
+        calls, self._state_layers = calls_of_a_token(model, patch.previous_attention, patch.config.torch_state_dtype)
         pages = pages_of(model, patch.config, continuous_batching_config, calls)
         transforms = key_transforms(model, patch.config)
         if continuous_batching_config.scheduler_type not in SCHEDULER_MAPPING:

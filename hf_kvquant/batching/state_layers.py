@@ -110,10 +110,10 @@ class StateProbe:
         if any(module is each for each in self._modules.values() for module in running):
             self._why_not = "attends in a module that has a state, too"
 
-    def found(self) -> StateLayers:
-        """What has been found."""
+    def found(self, state_dtype: torch.dtype | None = None) -> StateLayers:
+        """What has been found, with recurrent states of this dtype; `None`: as the model makes them."""
         layers: dict[int, Any] = {index: self._cache.layers[index] for index in sorted(self._modules)}
-        return StateLayers(StateLayout.of(layers), self._modules, self._inputs, self._why_not)
+        return StateLayers(StateLayout.of(layers, state_dtype), self._modules, self._inputs, self._why_not)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from ..graphs.state_chunks import SequenceInputs, Sequences, SequenceStates
 from ..graphs.state_steps import SlotStates
 from ..spec.pages import Part, aligned
+from ..spec.state_steps import stored
 from .batch import Group
 from .slots import SlotAllocator
 
@@ -40,7 +41,7 @@ class StatePart(Part):
         state_idx: Its number among the states of this kind.
         begin: Bytes of the slot before it.
         shape: `[…]`, of one sequence.
-        dtype: Of its elements, as the model makes it.
+        dtype: Of its elements.
     """
 
     is_conv: bool
@@ -61,15 +62,23 @@ class StateLayout:
     parts: Mapping[int, tuple[StatePart, ...]]
 
     @classmethod
-    def of(cls, layers: Mapping[int, LinearAttentionCacheLayerMixin]) -> StateLayout:
-        """The layout for the states that transformers' layers of one sequence hold, by index of the layer."""
+    def of(
+        cls, layers: Mapping[int, LinearAttentionCacheLayerMixin], state_dtype: torch.dtype | None = None
+    ) -> StateLayout:
+        """The layout for the states that transformers' layers of one sequence hold, by index of the layer.
+
+        Args:
+            layers: These.
+            state_dtype: Of recurrent states; `None`: as the model makes them.
+        """
         begin, parts = 0, {}
         for index, layer in layers.items():
             found = []
             for is_conv, states in ((True, layer.conv_states), (False, layer.recurrent_states)):
                 for state_idx, state in states.items():
                     if state is not None:
-                        found.append(StatePart(is_conv, state_idx, begin, tuple(state.shape[1:]), state.dtype))
+                        dtype = state.dtype if is_conv or state_dtype is None else state_dtype
+                        found.append(StatePart(is_conv, state_idx, begin, tuple(state.shape[1:]), dtype))
                         begin = aligned(found[-1].end)
             parts[index] = tuple(found)
         return cls(parts)
@@ -217,7 +226,7 @@ class GroupLayer(_OneLayer):
         for part, plane in self._planes:
             state = (self.conv_states if part.is_conv else self.recurrent_states)[part.state_idx]
             assert state is not None
-            plane.index_copy_(0, self._group.write_slots, state.to(plane.dtype))
+            plane.index_copy_(0, self._group.write_slots, stored(state, plane.dtype))
 
 
 class SequencesLayer(_OneLayer):

@@ -117,7 +117,7 @@ class KVQuantCache(QuantizedCache):
         for index, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
             options |= {"name": f"layer {index}", "key_transform": transforms.get(index)}
             if index not in quantized:
-                layers.append(transformers_layer(layer_type, kwargs, options))
+                layers.append(transformers_layer(layer_type, kwargs, options, quant_config.torch_state_dtype))
                 continue
             layer = new_layer(layer_type, kwargs, quantized[index], self.notes, offloader, options)
             layer.storage.has_chunks = readers[index] == 1

@@ -254,20 +254,24 @@ def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
         )
 
 
-def transformers_layer(layer_type: str, kwargs: dict[str, Any], options: Mapping[str, Any]) -> Any:
+def transformers_layer(
+    layer_type: str, kwargs: dict[str, Any], options: Mapping[str, Any], state_dtype: torch.dtype | None
+) -> Any:
     """One of transformers' own cache layers, growing or static like ours; where it has a state alone, one that stays.
 
     Args:
         layer_type: As `layers_of` returns it.
         kwargs: Of transformers' class for this type.
         options: Of `LayerStore`, with the layer's name.
+        state_dtype: Of recurrent states; `None`: the model's.
     """
     max_cache_len = options["max_cache_len"]
     if layer_type == "cross_attention":
         layer_type = "full_attention"
-    if layer_type in RECURRENT and max_cache_len is not None:
-        return KVQuantStateLayer(options["name"], options["pool"], **kwargs)
-    if max_cache_len is None:
+    is_static = max_cache_len is not None
+    if layer_type in RECURRENT and (is_static or state_dtype is not None):
+        return KVQuantStateLayer(options["name"], is_static, options["pool"], state_dtype, **kwargs)
+    if not is_static:
         return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
     return cache_utils.STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=max_cache_len, **kwargs)
 

@@ -1,4 +1,4 @@
-"""States of fixed size beside keys and values, in static caches: they stay where they are.
+"""States of fixed size beside keys and values: they may have fewer bits, and in static caches they stay where they are.
 
 transformers keeps the states of linear attention, Mamba and convolutions, and models change them in place. Beam search
 replaces them there, and a new cache has new ones. A captured step knows addresses, so both would leave it reading what
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from ..spec.state_steps import stored
 from ..storage.pool import BufferPool
 
 
@@ -24,11 +25,13 @@ class PooledStates(LinearAttentionLayer):
         name: Of the layer in its cache.
         do_states_stay: Whether the cache is static.
         pool: Of a static cache's buffers, if it has one.
+        state_dtype: Of recurrent states; `None`: the model's.
     """
 
     name = ""
     do_states_stay = False
     pool: BufferPool | None = None
+    state_dtype: torch.dtype | None = None
 
     def lazy_initialization(
         self,
@@ -44,6 +47,13 @@ class PooledStates(LinearAttentionLayer):
             new = states[state_idx]
             if self.pool is not None and like is not None and new is not None:
                 states[state_idx] = self._pooled(self.pool, (self.name, kind, state_idx), new)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Take new states. See transformers' class."""
+        if self.state_dtype is not None:
+            recurrent_states = stored(recurrent_states, self.state_dtype)
+        state: Tensor = LinearAttentionLayer.update_recurrent_state(self, recurrent_states, state_idx, **kwargs)
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have states of their own and no pool."""
@@ -67,19 +77,26 @@ class PooledStates(LinearAttentionLayer):
 
 
 class KVQuantStateLayer(PooledStates):
-    """A layer of a static `KVQuantCache` that has a state alone.
+    """A layer of a `KVQuantCache` that has a state alone.
 
     Args:
         name: As in `PooledStates`.
-        pool: As in `PooledStates`.
+        do_states_stay: Likewise.
+        pool: Likewise.
+        state_dtype: Likewise.
         **kwargs: Passed to transformers' class.
     """
 
-    do_states_stay = True
-
-    def __init__(self, name: str, pool: BufferPool | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        do_states_stay: bool,
+        pool: BufferPool | None,
+        state_dtype: torch.dtype | None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
-        self.name, self.pool = name, pool
+        self.name, self.do_states_stay, self.pool, self.state_dtype = name, do_states_stay, pool, state_dtype
 
 
 def tensors_of(layer: object) -> Iterator[Tensor]:

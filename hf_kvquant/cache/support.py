@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .. import ops
 from ..config import KVQuantConfig, LayerFormats
 from ..models.latent import head_dims_of, latent_sizes, picks_tokens
-from ..models.layers import layers_of, named_types, shared_layers
+from ..models.layers import has_gated_delta_rule, layers_of, named_types, shared_layers
 from ..models.text_config import text_config_of
 from ..presets import latent_formats
 from ..spec.layout import KVLayout
@@ -206,6 +206,11 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         raise NotImplementedError(
             f"KVQuantCache: `static` must be False for {text_config.model_type}, got True: some of its layers attend "
             "to pictures, whose length is not known in advance. Leave out static, max_cache_len and capture."
+        )
+    if quant_config.state_dtype is not None and not (found & RECURRENT and has_gated_delta_rule(text_config)):
+        raise NotImplementedError(
+            f"KVQuantCache: `state_dtype` must be None for {text_config.model_type}, got {quant_config.state_dtype!r}: "
+            "it has no layers with a gated delta rule, and what other states lose by it is not known. Leave it out."
         )
     quantized = quantized_layers(layer_types, quant_config)
     # CUDA graphs can capture these layers and ours, whose state is all on the device and stays there (`states.py`).

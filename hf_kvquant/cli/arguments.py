@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from ..common.errors import UsageError, did_you_mean
 from ..common.output import why_unwritable
-from ..config import PRESETS, WINDOWS, KVQuantConfig
+from ..config import DEFAULT_PRESET, PRESETS, STATE_DTYPE, WINDOWS, KVQuantConfig
 from ..presets import UNQUANTIZED
 from ..spec.formats import BLOCK_SIZE
 
@@ -95,6 +95,15 @@ def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: s
     for name, which in zip(WINDOWS, ("first", "newest"), strict=True):
         which = f"how many of the {which} tokens stay dense, unless a preset's name says so (default: the preset's)"
         parser.add_argument(option(name), type=int, metavar="N", help=which)
+
+
+def add_served_config(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which config a command serves. `served_config` reads them."""
+    add = parser.add_argument
+    preset = f"preset of the cache, as in hf-kvquant generate (default: {DEFAULT_PRESET})"
+    add("--preset", default=DEFAULT_PRESET, metavar="NAME", help=preset)
+    dtype = "of the states of gated delta rules, as in Qwen3.5 (default: the model's, float32)"
+    add("--state-dtype", choices=(STATE_DTYPE,), help=dtype)
 
 
 def add_batching(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +210,11 @@ def config_of(name: str, dense: Mapping[str, int] | None = None) -> KVQuantConfi
         return KVQuantConfig.from_preset(preset, **options)
     except ValueError as error:
         raise UsageError(f"`--preset {name}` is invalid. {error}") from error
+
+
+def served_config(args: argparse.Namespace) -> KVQuantConfig:
+    """The config of the options of `add_served_config`."""
+    return dataclasses.replace(config_of(args.preset), state_dtype=args.state_dtype)
 
 
 def checked_preset(name: str, *, spelled: str | None = None) -> str:

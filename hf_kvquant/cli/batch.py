@@ -78,7 +78,7 @@ class Work:
 
 def run(args: argparse.Namespace) -> None:
     """Run `hf-kvquant batch`."""
-    config, batching = arguments.config_of(args.preset), arguments.checked_batching(args)
+    config, batching = arguments.served_config(args), arguments.checked_batching(args)
     arguments.check_counts(args, "max_new_tokens")
     for name in SAMPLING:
         if getattr(args, name) is not None:

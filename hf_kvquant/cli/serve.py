@@ -28,7 +28,7 @@ PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "ac
 def run(args: argparse.Namespace) -> None:
     """Run `hf-kvquant serve`."""
     check_packages()
-    config = arguments.config_of(args.preset)
+    config = arguments.served_config(args)
     batching = ContinuousBatchingConfig(**arguments.checked_batching(args))
     arguments.check_counts(args, "max_waiting")
     if not 0 <= args.shutdown_timeout < math.inf:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as torch_ops
+from ..spec.state_steps import stored
 from .state_steps import SlotStates, conv_draws, delta_draws, is_close, is_known_delta
 from .trials import Chooser, Function
 
@@ -296,7 +297,7 @@ def _delta_by_sequence(original: Function, options: dict[str, Any], *inputs: Any
             query, key, value, g, beta = (x if x is None else x[:, tokens] for x in vectors)
             state = states[i : i + 1]
             out[:, tokens], final = original(query, key, value, g=g, beta=beta, initial_state=state, **options)
-            new[i] = final[0]
+            new[i] = stored(final[0], new.dtype)
     return out, new
 
 

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from .._ops import ops as torch_ops
+from ..models.layers import GATED_DELTA_RULE
+from ..spec.state_steps import stored
 from .trials import Chooser, Function
 
-CONV, DELTA = "causal_conv1d_update", "torch_recurrent_gated_delta_rule"
+CONV, DELTA = "causal_conv1d_update", GATED_DELTA_RULE
 # Options of the gated delta rule that change its result, and that the kernel does not have (fla 0.6).
 _OTHER_OPTIONS = frozenset(
     "scale gk gv use_gate_in_kernel A_log dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first".split()
@@ -57,7 +59,7 @@ class SlotStates:
 
     def store(self, states: Tensor) -> None:
         """Write `[batch, …]` to the slots."""
-        self.plane.index_copy_(0, self.write, states.to(self.plane.dtype))
+        self.plane.index_copy_(0, self.write, stored(states, self.plane.dtype))
 
 
 def takes_slots(module: nn.Module, functions: Mapping[str, Function]) -> bool:
@@ -172,7 +174,8 @@ def delta_step(
             return torch_ops.delta_step(*args, target, use_qk_l2norm_in_kernel, None, None), target
 
         def theirs(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Any:
-            return original(query, key, value, g=g, beta=beta, initial_state=state, **options)
+            out, new = original(query, key, value, g=g, beta=beta, initial_state=state, **options)
+            return out, stored(new, state.dtype)
 
         vectors = query, key, value, g, beta
         few = [each[:_TRIED] for each in vectors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,20 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
     across = getattr(text_config, "cross_attention_layers", None) or ()
     layer_types = ["cross_attention" if index in across else each for index, each in enumerate(layer_types)]
     return layer_types, layer_kwargs
+
+
+# What transformers calls the gated delta rule of one token, in PyTorch, in each modeling module that has it (5.24).
+GATED_DELTA_RULE = "torch_recurrent_gated_delta_rule"
+
+
+def has_gated_delta_rule(text_config: PreTrainedConfig) -> bool:
+    """Whether the linear attention of a model is a gated delta rule, whose states are a matrix for each head."""
+    folder, _, name = type(text_config).__module__.rpartition(".")
+    try:
+        modeling = importlib.import_module(f"{folder}.{name.replace('configuration_', 'modeling_')}")
+    except ImportError:
+        return False
+    return hasattr(modeling, GATED_DELTA_RULE)
 
 
 def named_types(text_config: PreTrainedConfig) -> list[str]:

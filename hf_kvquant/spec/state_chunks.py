@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .reference import check_shape
-from .state_steps import check_conv, check_slots, delta_step
+from .state_steps import check_conv, check_slots, delta_step, stored
 
 
 def conv_chunks(
@@ -83,7 +83,8 @@ def delta_chunks(
         value: `[1, tokens, num_heads, value_dim]`.
         g: `[1, tokens, num_heads]`: logarithms of decays.
         beta: Like `g`.
-        state: `[slots, num_heads, key_dim, value_dim]` float32. Changed in place.
+        state: `[slots, num_heads, key_dim, value_dim]` float32 or float16. Changed in place, and rounded to float16
+            behind the last token of a sequence alone.
         normalizes: See `delta_step`.
         begins: See the module.
         read_slots: Likewise.
@@ -102,13 +103,13 @@ def delta_chunks(
         check_shape(where, name, x, f"[{', '.join('any' if size is None else str(size) for size in sizes)}]", sizes)
     out = torch.zeros_like(value, dtype=query.dtype, memory_format=torch.contiguous_format)
     for tokens, read, write in _sequences(where, begins, read_slots, write_slots):
-        held = state[read : read + 1].clone()
+        held = state[read : read + 1].to(torch.promote_types(state.dtype, torch.float32), copy=True)
         for i in range(tokens.start, tokens.stop):
             token = {name: x[:, i : i + 1] for name, x in vectors.items()}
             out[:, i : i + 1] = delta_step(
                 **token, state=held, target=held, normalizes=normalizes, read_slots=None, write_slots=None
             )
-        state[write] = held[0]
+        state[write] = stored(held[0], state.dtype)
     return out
 
 

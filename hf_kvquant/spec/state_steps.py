@@ -3,6 +3,9 @@
 A state lies in a slot: `[slots, …]` are the states of all. `read_slots` and `write_slots` say which slot each sequence
 of a batch reads and writes, `[batch]` int64 each. Without them, sequence b has slot b. Several sequences may write the
 same slot only if nobody reads it.
+
+A recurrent state is float32 or float16. Sums are float32 either way. What is beyond the largest float16 becomes that
+number, since infinity would make every later token NaN.
 """
 
 from __future__ import annotations
@@ -66,7 +69,8 @@ def delta_step(
 ) -> Tensor:
     """One token of the gated delta rule (Yang et al. 2024, arXiv:2412.06464), in float32.
 
-    For each head, with S its matrix: S = exp(g) S, S += k (beta (v - Sᵀk))ᵀ, and Sᵀq / √key_dim is the result.
+    For each head, with S its matrix: S = exp(g) S, S += k (beta (v - Sᵀk))ᵀ, and Sᵀq / √key_dim is the result. It comes
+    from S before S is rounded to the dtype of `target`.
 
     Args:
         query: `[batch, 1, num_k_heads, key_dim]`.
@@ -74,7 +78,7 @@ def delta_step(
         value: `[batch, 1, num_heads, value_dim]`.
         g: `[batch, 1, num_heads]`: logarithms of decays.
         beta: Like `g`.
-        state: `[slots, num_heads, key_dim, value_dim]` float32.
+        state: `[slots, num_heads, key_dim, value_dim]` float32 or float16.
         target: Like `state`: takes the new states. May be `state` itself.
         normalizes: Whether queries and keys are first divided by the root of their sum of squares, plus `NORM_EPS`.
         read_slots: See the module: of `state`.
@@ -95,17 +99,20 @@ def delta_step(
         _sizes("delta_step", name, x, (batch, 1, heads))
     for name, x in (("state", state), ("target", target)):
         _sizes("delta_step", name, x, (None, heads, key_dim, value_dim))
-        if x.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"delta_step: `{name}` must be float32, got {x.dtype}.")
+        if x.dtype not in (torch.float16, torch.float32, torch.float64):
+            raise ValueError(f"delta_step: `{name}` must be float32 or float16, got {x.dtype}.")
     if len(target) != len(state):
         raise ValueError(f"delta_step: `target` must have {len(state)} slots like `state`, got {len(target)}.")
+    if target.dtype != state.dtype:
+        raise ValueError(f"delta_step: `target` must be {state.dtype} like `state`, got {target.dtype}.")
     held = _read("delta_step", state, batch, read_slots, write_slots)
-    wide_query, wide_key = (x[:, 0].to(state.dtype).repeat_interleave(heads // k_heads, 1) for x in (query, key))
+    held = held.to(torch.promote_types(state.dtype, torch.float32))
+    wide_query, wide_key = (x[:, 0].to(held.dtype).repeat_interleave(heads // k_heads, 1) for x in (query, key))
     if normalizes:
         wide_query, wide_key = (x * (x.square().sum(-1, True) + NORM_EPS).rsqrt() for x in (wide_query, wide_key))
-    held = held * g[:, 0].to(state.dtype).exp()[..., None, None]
+    held = held * g[:, 0].to(held.dtype).exp()[..., None, None]
     recalled = (held * wide_key.unsqueeze(-1)).sum(-2)
-    change = (value[:, 0].to(state.dtype) - recalled) * beta[:, 0].to(state.dtype).unsqueeze(-1)
+    change = (value[:, 0].to(held.dtype) - recalled) * beta[:, 0].to(held.dtype).unsqueeze(-1)
     held = held + wide_key.unsqueeze(-1) * change.unsqueeze(-2)
     _write(target, held, write_slots)
     out: Tensor = (held * (wide_query / key_dim**0.5).unsqueeze(-1)).sum(-2)
@@ -155,8 +162,16 @@ def _read(where: str, state: Tensor, batch: int, read_slots: Tensor | None, writ
     return state.index_select(0, read_slots)
 
 
+def stored(new: Tensor, dtype: torch.dtype) -> Tensor:
+    """States as a slot of this dtype holds them."""
+    if dtype is torch.float16 and new.dtype is not torch.float16:
+        largest = torch.finfo(dtype).max
+        new = new.clamp(-largest, largest)  # NaN stays
+    return new.to(dtype)
+
+
 def _write(state: Tensor, new: Tensor, slots: Tensor | None) -> None:
-    new = new.to(state.dtype)
+    new = stored(new, state.dtype)
     if slots is None:
         state.copy_(new)
     else:

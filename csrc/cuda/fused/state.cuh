@@ -19,13 +19,35 @@ __device__ __forceinline__ void store(void* data, Dtype dtype, int64_t i, float 
   if (dtype == Dtype::fp32) {
     static_cast<float*>(data)[i] = x;
   } else {
-    static_cast<uint16_t*>(data)[i] = dtype == Dtype::fp16 ? float_to_half(x) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    const uint16_t bits = dtype == Dtype::fp16 ? float_to_half(x) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    static_cast<uint16_t*>(data)[i] = bits;
   }
 }
 
 __device__ __forceinline__ float rounded(Dtype dtype, float x) {
   if (dtype == Dtype::fp32) return x;
   return dtype == Dtype::fp16 ? half_to_float(float_to_half(x)) : __bfloat162float(__float2bfloat16_rn(x));
+}
+
+// A number of a recurrent state, which is float32 or float16. Sums behind the largest float16 become that one, since
+// infinity would make every later token NaN. NaN stays.
+__device__ __forceinline__ float from_state(float x) { return x; }
+__device__ __forceinline__ float from_state(half_bits bits) { return half_to_float(bits); }
+
+__device__ __forceinline__ void to_state(float& to, float x) { to = x; }
+__device__ __forceinline__ void to_state(half_bits& to, float x) {
+  constexpr float kLargest = 65504.f;
+  to = float_to_half(x > kLargest ? kLargest : x < -kLargest ? -kLargest : x);
+}
+
+// Calls a function with a pointer to the numbers of a state.
+template <class Function>
+__device__ __forceinline__ void with_state(void* state, Dtype dtype, Function&& function) {
+  if (dtype == Dtype::fp32) {
+    function(static_cast<float*>(state));
+  } else {
+    function(static_cast<half_bits*>(state));
+  }
 }
 
 // A slot, or -1 if the number is none.

@@ -405,12 +405,14 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_tokens(const __grid_co
   const int own_column = thread % kColumns;
   const bool has_column = first_column + own_column < params.value_dim;
   const int64_t in_slot = int64_t{h} * params.key_dim * params.value_dim + first_column + own_column;
+  with_state(params.state, params.state_dtype, [&](const auto* from) {
 #pragma unroll 16
-  for (int c = thread / kColumns; c < kKeyDim; c += kDeltaThreads / kColumns) {
-    const bool exists = has_column && read >= 0 && c < params.key_dim && !is_one;
-    shared.state[c][own_column] =
-        exists ? params.state[read * params.state_stride + in_slot + int64_t{c} * params.value_dim] : 0.f;
-  }
+    for (int c = thread / kColumns; c < kKeyDim; c += kDeltaThreads / kColumns) {
+      const bool exists = has_column && read >= 0 && c < params.key_dim && !is_one;
+      shared.state[c][own_column] =
+          exists ? from_state(from[read * params.state_stride + in_slot + int64_t{c} * params.value_dim]) : 0.f;
+    }
+  });
 
   for (int64_t first = span.begin; first < span.end && !is_one; first += kTokens) {
     const int count = static_cast<int>(min(span.end - first, int64_t{kTokens}));
@@ -610,10 +612,13 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_tokens(const __grid_co
   }
 
   if (has_column && write >= 0 && !is_one) {
+    with_state(params.state, params.state_dtype, [&](auto* to) {
 #pragma unroll 4
-    for (int c = thread / kColumns; c < params.key_dim; c += kDeltaThreads / kColumns) {
-      params.state[write * params.state_stride + in_slot + int64_t{c} * params.value_dim] = shared.state[c][own_column];
-    }
+      for (int c = thread / kColumns; c < params.key_dim; c += kDeltaThreads / kColumns) {
+        const int64_t at = write * params.state_stride + in_slot + int64_t{c} * params.value_dim;
+        to_state(to[at], shared.state[c][own_column]);
+      }
+    });
   }
   if (s + 1 == sequences.count && has_column) {  // padding behind all sequences
     for (int64_t i = span.end + thread / kColumns; i < sequences.num_tokens; i += kDeltaThreads / kColumns) {
@@ -669,6 +674,7 @@ void delta_chunks(const DeltaChunksParams& params, void* stream) {
   ones.query = by_token(params.query), ones.key = by_token(params.key), ones.value = by_token(params.value);
   ones.decay = by_token(params.decay), ones.beta = by_token(params.beta);
   ones.state = params.state, ones.target = params.state;
+  ones.state_dtype = params.state_dtype;
   ones.state_stride = params.state_stride, ones.target_stride = params.state_stride;
   ones.slots = params.sequences.slots;
   ones.out = params.out;

@@ -1,7 +1,11 @@
-// One token of layers that keep a state instead of keys and values, one launch each: the convolution and the gated delta
-// rule. Both work in place, in the slots of a cache, so a step reads and writes each state once. The separate kernels of
-// PyTorch pass over the matrix of a head some twelve times, and those of fla need it gathered before and scattered after.
+// One token of layers that keep a state instead of keys and values, one launch each: the convolution and the gated
+// delta rule. Both work in place, in the slots of a cache, so a step reads and writes each state once. The separate
+// kernels of PyTorch pass over the matrix of a head some twelve times, and those of fla need it gathered before and
+// scattered after.
 #include <cuda_runtime.h>
+
+#include <cstring>
+#include <type_traits>
 
 #include "../../fused.h"
 #include "../common/device.h"
@@ -120,29 +124,40 @@ __device__ __forceinline__ void sum_by_lane(float (&x)[kCount], float (&scratch)
   }
 }
 
-// kCount numbers that lie side by side: 1 or 4. Each is read once, so the L2 cache keeps others.
-template <int kCount>
-__device__ __forceinline__ void load_numbers(const float* from, float (&x)[kCount]) {
-  if constexpr (kCount == 4) {
-    const float4 all = __ldcs(reinterpret_cast<const float4*>(from));
-    x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+// kCount numbers of a state that lie side by side: 1 or 4. Each is read once, so the L2 cache keeps others.
+template <int kCount, class State>
+__device__ __forceinline__ void load_numbers(const State* from, float (&x)[kCount]) {
+  using Words = std::conditional_t<sizeof(State) == sizeof(float), float4, uint2>;
+  static_assert(kCount == 1 || kCount * sizeof(State) == sizeof(Words));
+  State numbers[kCount];
+  if constexpr (kCount == 1) {
+    numbers[0] = *from;
   } else {
-    x[0] = *from;
+    const Words words = __ldcs(reinterpret_cast<const Words*>(from));
+    memcpy(numbers, &words, sizeof words);
   }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = from_state(numbers[i]);
 }
 
-template <int kCount>
-__device__ __forceinline__ void store_numbers(float* to, const float (&x)[kCount]) {
-  if constexpr (kCount == 4) {
-    __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+template <int kCount, class State>
+__device__ __forceinline__ void store_numbers(State* to, const float (&x)[kCount]) {
+  using Words = std::conditional_t<sizeof(State) == sizeof(float), float4, uint2>;
+  State numbers[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to_state(numbers[i], x[i]);
+  if constexpr (kCount == 1) {
+    *to = numbers[0];
   } else {
-    *to = x[0];
+    Words words;
+    memcpy(&words, numbers, sizeof words);
+    __stcs(reinterpret_cast<Words*>(to), words);
   }
 }
 
 // A thread block has 32 · kColumns columns of the matrix of a head, kColumns for each lane, and kRows rows for each
 // warp. They stay in registers from the load to the store.
-template <int kRows, int kColumns>
+template <int kRows, int kColumns, class State>
 __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_constant__ DeltaStepParams params) {
   constexpr int kTile = kWarp * kColumns;
   __shared__ float query[kMaxDeltaKeyDim], key[kMaxDeltaKeyDim];
@@ -167,7 +182,7 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
   // First the loads that take longest.
   float state[kRows][kColumns] = {};
   if (exists && read >= 0) {
-    const float* const from = params.state + read * params.state_stride + in_slot;
+    const State* const from = static_cast<const State*>(params.state) + read * params.state_stride + in_slot;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) load_numbers(from + i * params.value_dim, state[i]);
   }
@@ -221,7 +236,7 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
     }
   }
   if (exists && write >= 0) {
-    float* const to = params.target + write * params.target_stride + in_slot;
+    State* const to = static_cast<State*>(params.target) + write * params.target_stride + in_slot;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) store_numbers(to + i * params.value_dim, state[i]);
   }
@@ -232,6 +247,27 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
       store(params.out, params.query.dtype, (token * params.num_heads + h) * params.value_dim + column + n, out[n]);
     }
   }
+}
+
+template <class State>
+void launch_step(const DeltaStepParams& params, void* stream) {
+  // Rows of 128 numbers for each warp. Few heads need all the thread blocks that there can be instead.
+  constexpr int kWide = 4, kWideRows = 16, kManyRows = 32, kFewRows = 8;
+  const int64_t heads = int64_t{params.batch} * params.num_heads;
+  const auto count = [&](int tile) { return heads * ((params.value_dim + tile - 1) / tile); };
+  const auto is_even = [](const void* data, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(data) % (kWide * sizeof(State)) == 0 && stride % kWide == 0;
+  };
+  const bool is_wide = params.key_dim % kWideRows == 0 && params.value_dim % kWide == 0 &&
+                       is_even(params.state, params.state_stride) && is_even(params.target, params.target_stride) &&
+                       count(kWide * kWarp) >= 2 * current_device().num_multiprocessors;
+  const bool has_many = params.key_dim % kManyRows == 0;
+  const int rows = is_wide ? kWideRows : has_many ? kManyRows : kFewRows;
+  const auto kernel = is_wide    ? step_delta<kWideRows, kWide, State>
+                      : has_many ? step_delta<kManyRows, 1, State>
+                                 : step_delta<kFewRows, 1, State>;
+  launch("delta_step", kernel, count(is_wide ? kWide * kWarp : kWarp), params.key_dim / rows * kWarp, 0, stream,
+         params);
 }
 
 }  // namespace
@@ -250,23 +286,7 @@ void conv_step(const ConvStepParams& params, void* stream) {
 }
 
 void delta_step(const DeltaStepParams& params, void* stream) {
-  // Rows of 512 bytes for each warp. Few heads need all the thread blocks that there can be instead.
-  constexpr int kWide = 4, kWideRows = 16, kManyRows = 32, kFewRows = 8;
-  const int64_t heads = int64_t{params.batch} * params.num_heads;
-  const auto count = [&](int tile) { return heads * ((params.value_dim + tile - 1) / tile); };
-  const auto is_even = [](const void* data, int64_t stride) {
-    return reinterpret_cast<uintptr_t>(data) % (kWide * sizeof(float)) == 0 && stride % kWide == 0;
-  };
-  const bool is_wide = params.key_dim % kWideRows == 0 && params.value_dim % kWide == 0 &&
-                       is_even(params.state, params.state_stride) && is_even(params.target, params.target_stride) &&
-                       count(kWide * kWarp) >= 2 * current_device().num_multiprocessors;
-  const bool has_many = params.key_dim % kManyRows == 0;
-  const int rows = is_wide ? kWideRows : has_many ? kManyRows : kFewRows;
-  const auto kernel = is_wide    ? step_delta<kWideRows, kWide>
-                      : has_many ? step_delta<kManyRows, 1>
-                                 : step_delta<kFewRows, 1>;
-  launch("delta_step", kernel, count(is_wide ? kWide * kWarp : kWarp), params.key_dim / rows * kWarp, 0, stream,
-         params);
+  (params.state_dtype == Dtype::fp32 ? launch_step<float> : launch_step<half_bits>)(params, stream);
 }
 
 }  // namespace hf_kvquant::cuda

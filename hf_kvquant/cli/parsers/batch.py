@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...config import DEFAULT_PRESET
 from .. import arguments
 
 
@@ -26,8 +25,7 @@ def add_parser(commands: Any) -> None:
     )
     add("input", metavar="IN", help=f"{lines}wanted; or OpenAI's batch format")
     add("--output", required=True, metavar="FILE", help="write an answer a line; run again to resume")
-    preset = f"preset of the cache, as in hf-kvquant generate (default: {DEFAULT_PRESET})"
-    add("--preset", default=DEFAULT_PRESET, metavar="NAME", help=preset)
+    arguments.add_served_config(parser)
     add("--max-new-tokens", type=int, default=128, metavar="N", help="for lines that do not say (default: 128)")
     add("--sample", action="store_true", help="sample lines that do not say, instead of taking the most likely token")
     for name, kind in (("temperature", float), ("top_p", float), ("top_k", int)):
@@ -40,7 +38,7 @@ def add_parser(commands: Any) -> None:
 
 def load(args: argparse.Namespace) -> arguments.Run:
     """Import what runs the command."""
-    arguments.config_of(args.preset)
+    arguments.served_config(args)
     arguments.checked_batching(args)
     from ..batch import run
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...config import DEFAULT_PRESET
 from .. import arguments
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -22,8 +21,7 @@ def add_parser(commands: Any) -> None:
         "over pages of codes. GET /metrics is for Prometheus, GET /health for a supervisor.",
     )
     add = parser.add_argument
-    preset = f"preset of the cache, as in hf-kvquant generate (default: {DEFAULT_PRESET})"
-    add("--preset", default=DEFAULT_PRESET, metavar="NAME", help=preset)
+    arguments.add_served_config(parser)
     add("--host", default="localhost", help="address to listen on (default: localhost)")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on, 0 for any (default: 8000)")
     arguments.add_placement(parser)
@@ -44,7 +42,7 @@ def add_parser(commands: Any) -> None:
 
 def load(args: argparse.Namespace) -> arguments.Run:
     """Import what runs the command."""
-    arguments.config_of(args.preset)
+    arguments.served_config(args)
     arguments.checked_batching(args)
     from ..serve import run
 
