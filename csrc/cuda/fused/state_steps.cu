@@ -2,6 +2,11 @@
 // delta rule. Both work in place, in the slots of a cache, so a step reads and writes each state once. The separate
 // kernels of PyTorch pass over the matrix of a head some twelve times, and those of fla need it gathered before and
 // scattered after.
+//
+// Where the time goes (H200, 2026-11, 128 sequences of 32 heads of 128 x 128): float32 takes 163 us, 3.3 TB/s, and
+// float16 132, 2.0 TB/s: two thread blocks a multiprocessor do not hide each other's waits. Tried: float16 kept packed
+// in registers, so that four fit, and each warp summing up squares by itself. 118 us in float16, but 217 in float32,
+// since a lane then loads eight numbers one after the other. Packed states alone, and loads at once, are open.
 #include <cuda_runtime.h>
 
 #include <cstring>
