@@ -29,12 +29,13 @@ Result = TypeVar("Result")
 def makes_lasting_tensors(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Run a function outside inference mode, for one whose new tensors later calls write to.
 
-    A tensor made in inference mode cannot be written outside of it, and buffers outlive the call that makes them.
+    A tensor made in inference mode cannot be written outside of it, and buffers outlive the call that makes them. In a
+    compiled step the mode stays as it is: the compiler traces no question about it.
     """
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
