@@ -373,4 +373,7 @@ def why_dense(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     if joins_masks(model):
         return f"{name} joins the masks of its own and the encoder's tokens"
+    if patch_of(model) is not None and not notes_on(model).keeps_attention and model._can_set_attn_implementation():
+        set_to = text_config_of(model)._attn_implementation
+        return f"its attention was set to {set_to!r} after it was patched; patch it again"
     return f"{name} computes attention by itself, outside transformers' registry"

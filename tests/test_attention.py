@@ -242,6 +242,7 @@ def test_handles_are_served_from_codes(padded: bool, q_len: int, static: bool) -
         ({"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
         ({"s_aux": torch.ones(4, dtype=torch.bfloat16)}, {"sinks": torch.ones(4)}),
         ({"position_ids": torch.zeros(3, 1), "use_cache": True, "deterministic": False, "is_causal": True}, {}),
+        ({"tokenizer": object()}, {}),
         ({"is_causal": False}, {}),  # one query sees everything before it either way
         ({"cu_seq_lens_q": torch.zeros(2), "max_length_k": 7, "output_router_logits": True}, {}),
         ({"something_else": None, "another": False}, {}),

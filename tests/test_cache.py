@@ -463,6 +463,26 @@ def test_a_copy_in_the_middle_of_a_generation_goes_on_alike(copier: Any, preset:
     assert twin.layers[0].notes is twin.notes is not cache.notes
 
 
+@kinds
+@pytest.mark.parametrize("preset", ["none", "int8", "int4", WINDOWED], ids=["none", "int8", "int4", "windowed"])
+@pytest.mark.parametrize("operation", ["crop_nothing", "crop_some", "reorder", "repeat", "copy", "pickle"])
+def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it(operation: str, preset: Any, kind: str) -> None:
+    """As transformers' growing caches do, which never write in place. Operations may be in that mode or not."""
+    operations = {**OPERATIONS, "copy": copy.deepcopy, "pickle": through_pickle}
+    for is_inside in (True, False):
+        expected, chunks = ReferenceCache(CONFIG, preset), chunks_of(11, 1, 3)
+        give(expected, chunks)
+        with torch.inference_mode():
+            cache = give(make(preset, kind), copy.deepcopy(chunks))
+        with torch.inference_mode(is_inside), torch.no_grad():
+            cache = operations[operation](cache) or cache
+        if operation in OPERATIONS:
+            operations[operation](expected)
+        more = chunks_of(40, 1, batch=expected.layers[0].keys.shape[0])
+        give(cache, more), give(expected, more)
+        check_same_tokens(cache, expected, f"more tokens after {operation}")
+
+
 def test_a_copy_writes_pending_tokens_first() -> None:
     cache, expected = make("int4-token", "growing"), ReferenceCache(CONFIG, "int4-token")
     chunks = chunks_of(4, 2)

@@ -493,6 +493,35 @@ def test_streaming() -> None:
     assert streamer.tokens == [*output.sequences[0].tolist(), -1]
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_stop_strings_leave_attention_to_the_kernel(static: bool) -> None:
+    """`generate` hands their tokenizer on to the model, and so to attention."""
+    model, words = models.llama(), models.tokenizer()
+    options = {"stop_strings": ["no such text"], "tokenizer": words}
+    with patched(model, {"preset": "int8", "static": static}):
+        expected = greedy(model, left_padded())
+        output = greedy(model, left_padded(), **options)
+        assert not any(layer.fallbacks for layer in hf_kvquant.report(model).layers)
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_calls_may_be_in_inference_mode_or_not(static: bool) -> None:
+    """The model keeps the buffers of static caches for its next call."""
+    model = models.llama()
+    with patched(model, {"preset": "int8", "static": static}):
+        expected = greedy(model, left_padded())
+        for is_inference in (True, False, True):
+            with torch.inference_mode(is_inference):
+                output = greedy(model, left_padded())
+            compare.assert_same(logits(output), logits(expected), f"logits, inference mode {is_inference}")
+    with patched(model, {"preset": "int8", "static": static}):
+        for is_inference in (True, False):
+            with torch.inference_mode(is_inference):
+                output = greedy(model, left_padded())
+            compare.assert_same(logits(output), logits(expected), f"logits, inference mode {is_inference} first")
+
+
 def test_a_pipeline() -> None:
     model = models.llama()
     words = {f"w{index}": index for index in range(models.VOCAB_SIZE)}

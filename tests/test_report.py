@@ -163,6 +163,16 @@ def test_a_model_that_is_not_routed_through_us(caplog: pytest.LogCaptureFixture)
         assert found(model) == [("int4-token", "transformers, over dequantised tensors", reason)] * 2
 
 
+def test_a_model_whose_attention_was_set_again() -> None:
+    model = models.llama()
+    with patched(model, "int8"):
+        model.set_attn_implementation("eager")
+        reason = "its attention was set to 'eager' after it was patched; patch it again"
+        assert found(model) == [("int8", "transformers, over dequantised tensors", reason)] * 2
+        hf_kvquant.patch(model, "int8")
+        assert found(model) == [("int8", KERNEL["cpu"], "")] * 2
+
+
 @pytest.mark.parametrize("family", ["bloom", "gptj"])
 def test_attention_outside_the_registry_that_we_know(family: str) -> None:
     model = models.family(family)

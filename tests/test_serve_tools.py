@@ -9,7 +9,7 @@ from typing import Any
 import models
 import openai
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvquant.upstream.releases import HAS_PAGES
 
@@ -20,6 +20,7 @@ from servers import NAME, Running, serving
 
 from hf_kvquant.batching.grammars import Grammars
 from hf_kvquant.common.errors import RefusedRequest
+from hf_kvquant.serving.chats import Chats
 from hf_kvquant.serving.fields import CHAT, parameters_of
 from hf_kvquant.serving.forms import ChatForm
 from hf_kvquant.serving.pieces import Piece
@@ -140,6 +141,67 @@ def test_strict_functions_need_a_token_with_which_calls_begin(running: Running) 
         "needs a token with which calls begin if a function is `strict` and none has to be called, and the model has"
     )
     assert told(running, tools=[strict]) == f"`tools` {reason} none. Leave `strict` out."
+
+
+FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "Day", "schema": {"type": "object", "properties": {"day": {"enum": ["Monday", "Friday"]}}}},
+}
+LLAMA_3 = TEMPLATE.replace("<tool_call>", '"parameters" <|start_header_id|>')
+
+
+def test_a_format_leaves_calls_to_the_model(folder: str) -> None:
+    """Agents send both. An answer is JSON of the format or calls, of which one must be."""
+    pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    grammars = Grammars(tokenizer, len(tokenizer), [models.VOCAB_SIZE - 2])
+    chats = Chats(model, tokenizer, grammars)
+
+    def is_allowed(answer: str, **fields: Any) -> bool:
+        asked = parameters_of({"messages": MESSAGES, "response_format": FORMAT, **fields}, CHAT, NAME)
+        grammar = chats.grammar(asked, None)
+        assert grammar is not None
+        ids = tokenizer(answer, add_special_tokens=False).input_ids
+        matcher = grammars.begin(grammar, []).matcher
+        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+    for tools in ([WEATHER, TIME], [strict, TIME]):
+        assert is_allowed('{"day": "Friday"}', tools=tools) and is_allowed(call, tools=tools)
+        assert is_allowed(f"{call}\n{call}", tools=tools) and not is_allowed("Friday", tools=tools)
+        assert not is_allowed('{"day": 5}', tools=tools) and not is_allowed(f"so {call}", tools=tools)
+        assert not is_allowed(call.replace("Oslo", "Bonn"), tools=tools)
+        assert not is_allowed('{"day": "Friday"}', tools=tools, tool_choice="required")
+        assert is_allowed(call, tools=tools, tool_choice="required")
+        assert not is_allowed(call, tools=tools, tool_choice="none")
+
+
+def test_a_format_and_a_call_that_has_to_be_made(client: openai.OpenAI) -> None:
+    """What instructor sends to `/v1/responses`."""
+    pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
+    function = WEATHER["function"]
+    answer = client.responses.create(
+        model=NAME,
+        input="abc",
+        tools=[{"type": "function", **function}],  # type: ignore[list-item]
+        tool_choice={"type": "function", "name": function["name"]},
+        text={"format": {"type": "json_schema", "name": "Call", "schema": function["parameters"]}},
+        max_output_tokens=500,
+    )
+    (call,) = answer.output
+    assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+
+
+@pytest.mark.parametrize("template", [LLAMA_3, TEMPLATE.replace("<tool_call>", "<tool_call><function=x><parameter=y>")])
+def test_a_format_that_calls_may_look_like(folder: str, template: str) -> None:
+    """Calls of Llama 3 are JSON, so that an answer with a `name` would be taken for one."""
+    pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
+    with serving(folder, num_blocks=2, chat_template=template) as running:
+        reason = "must come without `tools` that the model may call, since calls of this model may look like such an "
+        rest = 'answer, or have no grammar. Leave out one of them, or send a `tool_choice` of "none".'
+        assert told(running, tools=[TIME], response_format=FORMAT) == f"`response_format` {reason}{rest}"
 
 
 # --- calls that the model makes by itself -----------------------------------------------------------------------------

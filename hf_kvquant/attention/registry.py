@@ -30,7 +30,16 @@ NOT_QUANTIZED = "nothing is quantised in this layer"
 
 # What transformers passes to attention functions, apart from tensors: these do not change the result ...
 _IGNORED = frozenset(
-    ("position_ids", "use_cache", "deterministic", "is_causal", "layer_idx", "logits_to_keep", "cache_position")
+    (
+        "position_ids",
+        "use_cache",
+        "deterministic",
+        "is_causal",
+        "layer_idx",
+        "logits_to_keep",
+        "cache_position",
+        "tokenizer",  # `generate` hands the one that stop strings need on to the model (5.24)
+    )
 )
 # ... the kernel supports these ...
 _SERVED = frozenset(("sliding_window", "softcap", "s_aux"))

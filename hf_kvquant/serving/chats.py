@@ -100,7 +100,7 @@ class Chats:
         tools, given = asked.tools, asked.structure_name
         if tools is not None and tools.must_call:
             given = "tool_choice"
-        elif tools is not None and tools.is_strict:
+        elif given is None and tools is not None and tools.is_strict:
             given = "tools"
         if given is None:
             return None
@@ -110,6 +110,8 @@ class Chats:
             if given in asked.structure:
                 found = grammar_of(asked.structure.get("response_format"), asked.structure.get("structured_outputs"))
                 grammars = [found or {}]
+                if given == "response_format" and tools is not None:
+                    grammars = self._grammars_of_both(found or {}, tools)
             else:
                 assert tools is not None
                 grammars = self._grammars_of(tools, given)
@@ -188,6 +190,17 @@ class Chats:
         thoughts = self._thoughts()
         text = f"start: {thoughts}TEXT | {thoughts}TEXT? @calls\nTEXT: /(.|\\n)+/"
         return [{"lark_grammar": text}, {**calls[0], "name": "calls"}, *calls[1:]]
+
+    def _grammars_of_both(self, answer: dict[str, Any], tools: Tools) -> list[dict[str, Any]]:
+        """Of an answer that is of a format, or calls: a format is of texts, as in OpenAI's API."""
+        if self._format is None or self._format.calls is None or self._format.begin is None:
+            raise NoGrammars(
+                "must come without `tools` that the model may call, since calls of this model may look like such an "
+                'answer, or have no grammar. Leave out one of them, or send a `tool_choice` of "none"'
+            )
+        calls = tools.grammars(self._format, self._grammars.spelled)
+        both = {"lark_grammar": "start: @format | @calls"}
+        return [both, {**answer, "name": "format"}, {**calls[0], "name": "calls"}, *calls[1:]]
 
     def _thoughts(self) -> str:
         """The Lark of thoughts that the model may begin with by itself."""

@@ -380,8 +380,8 @@ def _tools(given: dict[str, Any]) -> Tools | None:
         message = f"`tool_choice` must name one of {names}, got {shown(choice['function']['name'])}."
         raise RefusedRequest(message, param="tool_choice")
     found = tools_of(given)
-    is_bound = any(given.get(name, {"type": "text"}) != {"type": "text"} for name in STRUCTURE)
-    if found is not None and is_bound and (found.must_call or found.is_strict):
+    # A `response_format` is of texts, and says nothing of calls.
+    if found is not None and "structured_outputs" in given and (found.must_call or found.is_strict):
         message = "`tools` that are strict or must be called must come without a grammar of the answer, got both."
         raise RefusedRequest(message, param="tools")
     return found

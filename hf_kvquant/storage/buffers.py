@@ -6,6 +6,9 @@ Knows no layer. Which tokens there are, and where, is told by arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,31 @@ from ..spec.planes import Planes
 
 # Of keys and of values.
 Sides = tuple[Planes, Planes]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def makes_lasting_tensors(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run a function outside inference mode, for one whose new tensors later calls write to.
+
+    A tensor made in inference mode cannot be written outside of it, and buffers outlive the call that makes them. In a
+    compiled step the mode stays as it is: the compiler traces no question about it.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def lasting(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one that was made in inference mode, such as by `copy.deepcopy` there."""
+    return makes_lasting_tensors(torch.clone)(tensor) if tensor.is_inference() else tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +107,11 @@ class Buffers:
             key_transform=None if self.key_transform is None else self.key_transform.to(device),
             counters=ops.new_counters(device),
         )
+
+    def lasting(self) -> Buffers:
+        """The same buffers, with copies of planes that were made in inference mode."""
+        key, value = (side.map(lasting) for side in self.planes)
+        return dataclasses.replace(self, planes=(key, value))
 
     def resized(self, capacity: int, length: int, origin: Tensor | None) -> Buffers:
         """Copies of another capacity.

@@ -31,7 +31,7 @@ from ..config import LayerFormats
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout, Rows, Shape
 from ..spec.reference import transform_key
-from .buffers import Buffers, Sides, moved
+from .buffers import Buffers, Sides, makes_lasting_tensors, moved
 from .checks import check_served, checked_transform, fits, refuse
 from .dealing import step_plan
 from .lengths import Count, LengthGroup, Lengths, Membership, count_of
@@ -248,6 +248,7 @@ class LayerStore:
 
     # --- buffers ------------------------------------------------------------------------------------------------------
 
+    @makes_lasting_tensors
     def allocate(self, shape: Shape, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
         """Make the buffers of a layer that has none.
 
@@ -301,6 +302,7 @@ class LayerStore:
             for tensor in self.step_tensors():
                 torch._dynamo.mark_static_address(tensor)
 
+    @makes_lasting_tensors
     def resize(self, capacity: int) -> None:
         """Copy the tokens into buffers of another capacity."""
         if capacity == self.capacity:
@@ -310,6 +312,7 @@ class LayerStore:
         self._hold(buffers.resized(capacity, self.length, origin))
         self.rows.note_resized()
 
+    @makes_lasting_tensors
     def select(self, indices: Tensor) -> None:
         """Keep the sequences `indices` (`[new batch]` int64, or a bool mask) of the batch, in that order.
 
@@ -347,6 +350,7 @@ class LayerStore:
         if self.is_allocated:
             self.select(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
 
+    @makes_lasting_tensors
     def move(self, device: torch.device | str) -> None:
         """Move the buffers to another device."""
         device = _with_index(device)
@@ -358,6 +362,7 @@ class LayerStore:
             self.residency.let_go()
             self._hold(self.residency.arrive().moved(device), self.count())
 
+    @makes_lasting_tensors
     def replace_tails(self, slack: int) -> None:
         """Move the dense tokens into tails with other slack. No tokens may be pending."""
         buffers = self.residency.arrive().with_slack(slack, self.length, self.lengths, self.starts)
@@ -678,7 +683,7 @@ class LayerStore:
         self.__dict__.update(state)
         self.residency.rejoin(self._written)
         if self.residency.buffers is not None and not self.is_offloaded:
-            self._hold(self.residency.buffers)
+            self._hold(self.residency.buffers.lasting())
 
 
 def _layout_of(formats: LayerFormats) -> KVLayout:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .buffers import lasting, makes_lasting_tensors
 from .pool import BufferPool
 
 # Marks for a storage that is behind the tensor in a compiled step, where the host does not know lengths: behind by the
@@ -77,6 +78,11 @@ class LengthGroup:
     def num_members(self) -> int:
         """Members now in the group."""
         return len(self._behind) - len(self._free)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """After pickle and deepcopy, perhaps in inference mode, which later steps need not be in."""
+        self.__dict__.update(state)
+        self.tensor = lasting(self.tensor)
 
     def join(self, length: Count) -> int:
         """Add a member that holds `length` tokens. Returns its number, which the other methods take."""
@@ -302,5 +308,6 @@ class Membership:
         self.group = None
 
 
+@makes_lasting_tensors
 def _new_tensor(batch: int, device: torch.device) -> Tensor:
     return torch.empty((batch,), dtype=torch.int32, device=device)

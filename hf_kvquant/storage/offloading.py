@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..spec.formats import KVFormat
 from ..spec.planes import Planes
-from .buffers import Buffers, Sides
+from .buffers import Buffers, Sides, makes_lasting_tensors
 from .residency import Owned
 
 # Devices that layers can be offloaded from. Tests add others.
@@ -114,6 +114,7 @@ class Offloader:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
+    @makes_lasting_tensors
     def take_slot(self, kind: Hashable, like: Slot, device: torch.device) -> Slot:
         """Memory for tensors of these shapes and dtypes: a free slot of this kind, or a new one."""
         if self._free.get(kind):
@@ -295,6 +296,7 @@ def check_not_captured(name: str, key: Tensor) -> None:
         )
 
 
+@makes_lasting_tensors
 def _copied(sides: Sides, formats: tuple[KVFormat, KVFormat], *, is_pinned: bool) -> Sides:
     """The planes with empty CPU tensors, tokens first, in place of those that are moved."""
 
