@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from cases import REFUSED
-from test_state_steps import CUDA_ONLY, MODULES, OPS, STATE_DTYPES, count, error, fuse_batches, theirs
+from test_state_steps import CUDA_ONLY, OPS, RULES, STATE_DTYPES, count, error, fuse_batches, theirs
 from torch import Tensor
 
 from hf_kvquant import patched
@@ -85,10 +85,9 @@ def unwritten(each: Sequences, slots: int) -> Tensor:
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize("normalizes", [True, False])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "state_dtype"), RULES, ids=str)
 def test_the_delta_rule_is_that_of_transformers(
     name: str, lengths: tuple[int, ...], normalizes: bool, state_dtype: torch.dtype
 ) -> None:
