@@ -79,7 +79,6 @@ SYSTEMS: dict[str, System] = {
     "int4-token-static": functools.partial(ours, preset="int4-token"),
     "int8-capture": functools.partial(ours, preset="int8", capture=True),
     "int4-capture": functools.partial(ours, preset="int4", capture=True),
-    "int8-float16-states-capture": functools.partial(ours, preset="int8", capture=True, state_dtype="float16"),
     "int4-token-capture": functools.partial(ours, preset="int4-token", capture=True),
     "k4v2-capture": functools.partial(ours, preset="k4v2", capture=True),
     "int2-capture": functools.partial(ours, preset="int2", capture=True),

@@ -71,6 +71,26 @@ def test_static_and_growing_caches_say_the_same(name: str, options: dict[str, An
         assert torch.equal(greedy(model, inputs, 8, **options).sequences, expected)
 
 
+@pytest.mark.parametrize("state_dtype", [None, "float16"])
+def test_static_states_outlast_inference_mode(state_dtype: str | None) -> None:
+    """The model keeps them for its next call, which need not be in that mode, and a cache may go on outside of it."""
+    model, ids = models.family("qwen3_5_text"), torch.arange(1, 11).view(2, 5)
+    config = {"preset": "none", "static": True, "state_dtype": state_dtype}
+    with patched(model, config):
+        expected = greedy(model, left_padded(), 8).sequences
+        for is_inference in (True, False, True):
+            with torch.inference_mode(is_inference):
+                assert torch.equal(greedy(model, left_padded(), 8).sequences, expected)
+        logits = []
+        for is_inference in (False, True):
+            cache = KVQuantCache(model.config, config, max_cache_len=16)
+            with torch.inference_mode(is_inference), torch.no_grad():
+                model(ids, **with_cache(cache))
+            with torch.no_grad():
+                logits.append(model(ids[:, :1], **with_cache(cache)).logits)
+    assert torch.equal(*logits)
+
+
 def test_numbers_that_float16_does_not_have() -> None:
     """They become its largest one, wherever a state is stored; what is NaN stays NaN."""
     given = torch.tensor([1e6, -1e6, 65519.0, 1.0, torch.nan, torch.inf])

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..spec.state_steps import stored
+from ..storage.buffers import makes_lasting_tensors
 from ..storage.pool import BufferPool
 
 
@@ -33,6 +34,7 @@ class PooledStates(LinearAttentionLayer):
     pool: BufferPool | None = None
     state_dtype: torch.dtype | None = None
 
+    @makes_lasting_tensors
     def lazy_initialization(
         self,
         conv_states: Tensor | None = None,
@@ -60,8 +62,7 @@ class PooledStates(LinearAttentionLayer):
         return {**self.__dict__, "pool": None}
 
     def _pooled(self, pool: BufferPool, use: Hashable, new: Tensor) -> Tensor:
-        # A tensor created in inference mode cannot be written outside of it.
-        kind = (new.shape, new.dtype, new.device, torch.is_inference_mode_enabled())
+        kind = (new.shape, new.dtype, new.device)
         state: Tensor | None = pool.take(use, kind)
         state = new if state is None else state.zero_()
         pool.expect(self, use, kind, state)
