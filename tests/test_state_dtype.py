@@ -71,11 +71,12 @@ def test_static_and_growing_caches_say_the_same(name: str, options: dict[str, An
         assert torch.equal(greedy(model, inputs, 8, **options).sequences, expected)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 @pytest.mark.parametrize("state_dtype", [None, "float16"])
-def test_static_states_outlast_inference_mode(state_dtype: str | None) -> None:
+def test_states_outlast_inference_mode(state_dtype: str | None, static: bool) -> None:
     """The model keeps them for its next call, which need not be in that mode, and a cache may go on outside of it."""
     model, ids = models.family("qwen3_5_text"), torch.arange(1, 11).view(2, 5)
-    config = {"preset": "none", "static": True, "state_dtype": state_dtype}
+    config = {"preset": "none", "static": static, "state_dtype": state_dtype}
     with patched(model, config):
         expected = greedy(model, left_padded(), 8).sequences
         for is_inference in (True, False, True):
@@ -83,7 +84,7 @@ def test_static_states_outlast_inference_mode(state_dtype: str | None) -> None:
                 assert torch.equal(greedy(model, left_padded(), 8).sequences, expected)
         logits = []
         for is_inference in (False, True):
-            cache = KVQuantCache(model.config, config, max_cache_len=16)
+            cache = KVQuantCache(model.config, config, max_cache_len=16 if static else None)
             with torch.inference_mode(is_inference), torch.no_grad():
                 model(ids, **with_cache(cache))
             with torch.no_grad():

@@ -257,7 +257,7 @@ def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
 def transformers_layer(
     layer_type: str, kwargs: dict[str, Any], options: Mapping[str, Any], state_dtype: torch.dtype | None
 ) -> Any:
-    """One of transformers' own cache layers, growing or static like ours; where it has a state alone, one that stays.
+    """One of transformers' own cache layers, growing or static like ours; where it has a state alone, one of ours.
 
     Args:
         layer_type: As `layers_of` returns it.
@@ -269,8 +269,9 @@ def transformers_layer(
     if layer_type == "cross_attention":
         layer_type = "full_attention"
     is_static = max_cache_len is not None
-    if layer_type in RECURRENT and (is_static or state_dtype is not None):
-        return KVQuantStateLayer(options["name"], is_static, options["pool"], state_dtype, **kwargs)
+    if layer_type in RECURRENT:
+        pool = options["pool"] if is_static else None
+        return KVQuantStateLayer(options["name"], is_static, pool, state_dtype, **kwargs)
     if not is_static:
         return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
     return cache_utils.STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=max_cache_len, **kwargs)

@@ -20,7 +20,8 @@ from ..storage.pool import BufferPool
 
 
 class PooledStates(LinearAttentionLayer):
-    """The states of a layer. Where they need not stay, as in growing caches, all is as in transformers' class.
+    """The states of a layer. Where they need not stay, as in growing caches, all is as in transformers' class, but that
+    states which are made in inference mode may be changed outside of it.
 
     Attributes:
         name: Of the layer in its cache.
