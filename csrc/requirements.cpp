@@ -13,8 +13,9 @@ namespace hf_kvquant::cuda {
 namespace {
 
 // The fewest query rows of a key-value head for which the chunk kernel is faster (H200, 2026-11): where the attention
-// kernel would read the codes more than four times, but for short caches, of which the chunk kernel's start takes most.
-constexpr int kMinChunkRows = 65, kMinChunkRowsOfShort = 128, kShortCapacity = 8192;
+// kernel would read the codes more than twice. Where scores change, which the kernel for few rows has no code for, more
+// than four times, but for short caches, of which the start of the kernel for many rows takes most.
+constexpr int kMinFewRows = 33, kMinChunkRows = 65, kMinChunkRowsOfShort = 128, kShortCapacity = 8192;
 constexpr int kUnitChannels = 16;  // that a thread of it takes at a time
 
 constexpr int kMaxGridY = 65535;  // sequences or heads in a grid
@@ -143,8 +144,16 @@ int64_t query_numbers(const DecodeParams& params) {
   return params.batch * query.stride_b + params.num_q_heads * query.stride_h + params.q_len * query.stride_t;
 }
 
+}  // namespace
+
+bool changes_scores(const DecodeParams& params) { return params.softcap > 0.f || params.alibi_slopes != nullptr; }
+
+namespace {
+
 int min_chunk_rows(const DecodeParams& params) {
-  return params.is_chunk ? 1 : params.capacity < kShortCapacity ? kMinChunkRowsOfShort : kMinChunkRows;
+  if (params.is_chunk) return 1;
+  if (!changes_scores(params)) return kMinFewRows;
+  return params.capacity < kShortCapacity ? kMinChunkRowsOfShort : kMinChunkRows;
 }
 
 int64_t unit_bytes(const Side& side) {

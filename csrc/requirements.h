@@ -18,6 +18,11 @@ struct AttendRow;
 constexpr bool kHasScratch = true;
 constexpr int kMinScratchRows = 2048;
 
+// Up to how many query rows the chunk kernel for few of them serves, and whether it could: softcap and ALiBi change
+// scores, which it has no code for.
+constexpr int kMostFewRows = 64;
+bool changes_scores(const DecodeParams& params);
+
 // The row of kAttendTable with the storage types and the kind of scales of a call; nullptr: none.
 const AttendRow* find_row(const DecodeParams& params);
 

@@ -48,7 +48,7 @@ void instantiate(std::index_sequence<kRows...>) {
   static_cast<void>(used);
 }
 
-AttendKernel chunk_kernel_for(int, bool, bool) { return {}; }
+AttendKernel chunk_kernel_for(int, bool, ChunkKind) { return {}; }
 Device current_device() { return {0, 90, 132, kBytes + 1024, kBytes, 1024}; }
 bool may_overlap(const void*) { return true; }
 void check_cuda(const char*, cudaError_t, const char*) {}

@@ -53,6 +53,8 @@ def way(request: pytest.FixtureRequest, engine: str, monkeypatch: pytest.MonkeyP
 def test_chunks_match_the_reference(engine: str, way: str, formats: tuple[KVFormat, KVFormat]) -> None:
     for case, extras in cases_of(formats, [(128, 1), (33, 4), (150, 2), (40, 5), (129, 1)]):
         run_decode(engine, case, own=own_of(case), **extras)
+    for case, _ in cases_of(formats, [(33, 1), (60, 1)]):
+        run_decode(engine, case, own=own_of(case), num_splits=2)
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel", "fp8"])

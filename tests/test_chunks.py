@@ -90,6 +90,17 @@ def test_chunks_match_the_reference(engine: str, formats: tuple[KVFormat, KVForm
         run_decode(engine, case, sliding_window=(0, 40, 300)[i % 3], num_splits=(0, 1, 3)[i % 3], **extras)
 
 
+@pytest.mark.sanitize
+@variants
+def test_few_rows(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
+    """Up to 64 rows, of which two groups of threads take tiles of tokens in turn: from one tile to all of a cache."""
+    for i, (case, extras) in enumerate(cases_of(formats, [(16, 4), (9, 4), (64, 1)])):
+        extras.pop("softcap", None)
+        lengths = (case.q_len, 256, 257, 512)
+        case = dataclasses.replace(case, lengths=lengths, starts=(0, 200, 130, 65) if i else None)
+        run_decode(engine, case, sliding_window=(0, 0, 150)[i], num_splits=(1, 2, 0)[i], **extras)
+
+
 @pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel"])
 def test_wide_heads(engine: str, preset: str) -> None:
     case = Case(PRESETS[preset], 256, torch.bfloat16, 2, 64, (300, 64), None, 1, capacity=384)

@@ -70,10 +70,11 @@ class Call:
         return self
 
     def why(self) -> str:
-        options = {"center": None, "smoothing": None, "rotates": False, "page_table": None, **self.options}
+        defaults = {"softcap": 0.0, "center": None, "smoothing": None, "rotates": False, "page_table": None}
+        options = defaults | self.options
         key, value = (side.tensors() for side in self.planes)
         why: str = torch_ops.why_general.default(
-            *(self.query, None, None, key, value, self.lengths, None, None, None, None, 1.0, 0.0, 0, 0),
+            *(self.query, None, None, key, value, self.lengths, None, None, None, None, 1.0, options["softcap"], 0, 0),
             *(options["center"], options["smoothing"], options["rotates"], self.layout.packed),
             *(options["page_table"], None),
         )
@@ -294,8 +295,12 @@ def many(key: KVFormat = UNEVEN, value: KVFormat = INT8, q_len: int = 64, **opti
 
 
 def test_the_chunk_kernel_serves_many_rows_of_codes() -> None:
-    assert many(q_len=64).why() == "", "128 rows of a head: two query heads have 64 tokens each"
-    assert many(q_len=63).why() == UNEVEN_KEYS, "too few rows to ask for it in a short cache"
+    assert many(q_len=17).why() == "", "34 rows of a head: two query heads have 17 tokens each"
+    assert many(q_len=16).why() == UNEVEN_KEYS, "too few rows to ask for it"
+    assert many(q_len=64, options={"softcap": 5.0}).why() == "", "scores that change need 128 rows"
+    assert many(q_len=63, options={"softcap": 5.0}).why() == UNEVEN_KEYS, (
+        "too few of those to ask for it in a short cache"
+    )
 
 
 MANY = {

@@ -55,9 +55,12 @@ constexpr int kGroupChannels = 32;   // channels of a group in the kernels for g
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
 AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged);
 
-// The kernel for many query rows, which serves all formats with codes. `changes_scores`: by softcap or ALiBi.
-// `is_streamed`: tiles come from the scratch, see sm90/chunk/scratch.cuh; rows without codes are served too.
-AttendKernel chunk_kernel_for(int head_dim, bool changes_scores, bool is_streamed);
+// Kernels for more query rows, which serve all formats with codes. `few_rows`: at most 64, without softcap and ALiBi.
+// `streamed`: tiles come from the scratch, see sm90/chunk/scratch.cuh; rows without codes are served too.
+enum class ChunkKind { few_rows, many_rows, streamed };
+
+// `changes_scores`: by softcap or ALiBi.
+AttendKernel chunk_kernel_for(int head_dim, bool changes_scores, ChunkKind kind);
 
 // Divides by a number that is known only at run time. A division costs some thirty instructions, so the host computes a
 // reciprocal.

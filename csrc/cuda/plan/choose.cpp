@@ -103,11 +103,16 @@ AttendKernel choose_chunk_kernel(const Call& call, std::string* why_not) {
     return {};
   }
   const DecodeParams& params = call.params;
-  const auto kernel_for = [&](bool is_streamed) {
-    return chunk_kernel_for(head_dim_of(params), params.softcap > 0.f || params.alibi_slopes != nullptr, is_streamed);
+  const auto kernel_for = [&](ChunkKind kind) {
+    return chunk_kernel_for(head_dim_of(params), changes_scores(params), kind);
   };
-  AttendKernel kernel = kernel_for(kHasScratch && num_rows_of(params) >= kMinScratchRows);
-  if (kernel.fill_scratch != nullptr && scratch_of(params, kernel).most_heads == 0) kernel = kernel_for(false);
+  const bool are_few = num_rows_of(params) <= kMostFewRows && !changes_scores(params);
+  AttendKernel kernel = kernel_for(are_few ? ChunkKind::few_rows
+                                   : kHasScratch && num_rows_of(params) >= kMinScratchRows ? ChunkKind::streamed
+                                                                                           : ChunkKind::many_rows);
+  if (kernel.fill_scratch != nullptr && scratch_of(params, kernel).most_heads == 0) {
+    kernel = kernel_for(ChunkKind::many_rows);
+  }
   const Device device = current_device();
   for (const ChunkRequirement& requirement : kChunkHere) {
     if (requirement.is_met(kernel, params, device)) continue;

@@ -50,8 +50,8 @@ template <class Shape>
 __device__ __forceinline__ void prepare_query(const DecodeParams& params, const DecodePlan& plan,
                                               const Segment& segment, unsigned char* memory,
                                               ChunkTables<Shape>& tables) {
-  // All threads do this, or those that attend while another one copies the first tiles.
-  constexpr int kWarps = (Shape::kIsStreamed ? kConsumers * kWarpgroup : Shape::kThreads) / kLanes;
+  // Those that attend do this while others bring the first tiles.
+  constexpr int kWarps = kConsumers * kWarpgroup / kLanes;
   constexpr int kPerLane = Shape::kHeadDim / kLanes;
   constexpr int kSlots = (Shape::kRows + kWarps - 1) / kWarps, kAtOnce = 4;
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, c = lane * kPerLane;
@@ -117,13 +117,14 @@ class Attention {
       : params_(params), tables_(tables), memory_(shared_address(memory)) {
     // The same in all lanes, which the compiler cannot see.
     const int warpgroup = warpgroup_ = __shfl_sync(kAllLanes, thread / kWarpgroup, 0);
-    query_ = describe(memory_ + warpgroup * kRowsOfWarpgroup * kLineBytes);
+    const int first_own = Shape::kSharesRows ? 0 : warpgroup * kRowsOfWarpgroup;
+    query_ = describe(memory_ + first_own * kLineBytes);
     const auto position = [&](int row) {
       return span.first_position + plan.rows.token(min(row, plan.rows.num_rows - 1));
     };
     const int first_row = segment.row_tile * Shape::kRows;
     for_all<2>([&](int i) {
-      const int slot = this->slot(i), row = min(first_row + slot, plan.rows.num_rows - 1);
+      const int slot = this->slot(i), row = min(first_row + row_of(slot), plan.rows.num_rows - 1);
       const int token = plan.rows.token(row);
       const float slope = params.alibi_slopes == nullptr
                               ? 0.f
@@ -132,9 +133,9 @@ class Attention {
       if (column() == 0) tables.rows[slot] = {position(row), slope * kLog2E, 1.f, false};
       shift_[i] = kLeast;
       sum_[i] = 0.f;
-      if constexpr (kKeepsFactors) factors_[i] = tables.factors[slot];
+      if constexpr (kKeepsFactors) factors_[i] = tables.factors[row_of(slot)];
     });
-    const int first = first_row + warpgroup * kRowsOfWarpgroup;
+    const int first = first_row + first_own;
     const bool is_windowed = params.sliding_window > 0;
     const int from = is_windowed ? position(first + kRowsOfWarpgroup - 1) - params.sliding_window + 1 : span.begin;
     const int until = Shape::kChangesScores ? -1 : min(position(first) + 1, span.end);
@@ -147,21 +148,28 @@ class Attention {
     uint32_t weights[kSteps][4];
     float scores[kScores], factor[2];
     if (kTakesTurns && warpgroup_ == 1) pass_turn();
-    tables_.filled[0][0].wait(0);
+    int number = 0, step = first_step;  // of a tile among those of the thread block, and in the sequence
+    if constexpr (Shape::kSharesRows) {
+      number = warpgroup_, step += warpgroup_ * stride;
+      if (step >= last_step) return;
+    }
+    int before = number;  // the stage of the values of the tile before; first tiles are as many as turns at most
+    static_assert(Shape::kTurn <= Shape::kKeyStages && Shape::kTurn <= Shape::kValueStages);
+    tables_.filled[0][number].wait(0);
     start_products();
-    multiply_keys(scores, 0);
+    multiply_keys(scores, number);
     commit_products();
     wait_for_products<0>();
     pin(scores);
-    find_factors(0, factor);
-    leave(0, 0);
-    if (!is_whole(first_step)) mask(scores, first_step, factor);
-    tables_.filled[1][0].wait(0);
-    weigh(scores, 0, factor);
+    find_factors(number, factor);
+    leave(0, number);
+    if (!is_whole(step)) mask(scores, step, factor);
+    tables_.filled[1][number].wait(0);
+    weigh(scores, number, factor);
     pack(scores, weights);
-    int number = 1, before = 0;
+    number += Shape::kTurn, step += Shape::kTurn * stride;
 #pragma unroll 1
-    for (int step = first_step + stride; step < last_step; step += stride, ++number) {
+    for (; step < last_step; step += Shape::kTurn * stride, number += Shape::kTurn) {
       const int key_stage = number % Shape::kKeyStages, value_stage = number % Shape::kValueStages;
       tables_.filled[0][key_stage].wait(number / Shape::kKeyStages);
       if constexpr (kTakesTurns) await_turn();
@@ -237,6 +245,9 @@ class Attention {
   }
   static __device__ __forceinline__ int column() { return threadIdx.x % 4 * 2; }
 
+  // The row of a slot among those of the thread block.
+  static __device__ __forceinline__ int row_of(int slot) { return slot % Shape::kRows; }
+
   // Turns of the two warpgroups. The first takes the first one, which the second passes to it.
   __device__ __forceinline__ void await_turn() const { meet<kConsumers * kWarpgroup>(kTurns + warpgroup_); }
   __device__ __forceinline__ void pass_turn() const { pass<kConsumers * kWarpgroup>(kTurns + 1 - warpgroup_); }
@@ -275,7 +286,7 @@ class Attention {
 
   __device__ __forceinline__ void find_factors(int stage, float (&factor)[2]) const {
     const float unit = tables_.notes[0][stage].unit;
-    for_all<2>([&](int i) { factor[i] = (kKeepsFactors ? factors_[i] : tables_.factors[slot(i)]) * unit; });
+    for_all<2>([&](int i) { factor[i] = (kKeepsFactors ? factors_[i] : tables_.factors[row_of(slot(i))]) * unit; });
   }
 
   // Turns the scores of a tile into weights. Returns whether shifts were raised; rows then say how much is kept of the
@@ -389,32 +400,62 @@ struct ChunkPartial : Partial<Shape::kRows, Shape::kHeadDim> {
   static __device__ __forceinline__ float* constants(float* slot) { return slot + Base::kFloats; }
 };
 
-// Writes the rows in shared memory: the unit's output, or this thread block's part of it, for combine_chunk. Not
-// inlined: the compiler then orders the loop before it better, 1,096 us instead of 1,145 (as above).
+// Adds another part of a row to `total` and `sums`: maximum and sum.
+__device__ __forceinline__ void merge(float4& total, float2& sums, const float4& other, const float2& other_sums) {
+  const float maximum = fmaxf(sums.x, other_sums.x);
+  const float kept = exp2_below(sums.x, maximum), weight = exp2_below(other_sums.x, maximum);
+  sums = {maximum, sums.y * kept + other_sums.y * weight};
+  total.x = total.x * kept + other.x * weight, total.y = total.y * kept + other.y * weight;
+  total.z = total.z * kept + other.z * weight, total.w = total.w * kept + other.w * weight;
+}
+
+// Reads four channels of a row in shared memory, of both warpgroups if they share rows.
 template <class Shape>
-__device__ __noinline__ void finish_chunk(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
-                                          const float* outputs, ChunkTables<Shape>& tables, float* workspace,
-                                          int thread) {
+__device__ __forceinline__ float4 row_of_result(const float* outputs, const ChunkTables<Shape>& tables, int row, int c,
+                                                float2& sums) {
+  float4 values = *reinterpret_cast<const float4*>(outputs + row * Shape::kOutputStride + c);
+  sums = tables.sums[row];
+  if constexpr (Shape::kSharesRows) {
+    const int other = row + Shape::kRows;
+    merge(values, sums, *reinterpret_cast<const float4*>(outputs + other * Shape::kOutputStride + c),
+          tables.sums[other]);
+  }
+  return values;
+}
+
+// Writes the rows in shared memory as this thread block's part of the unit, for combine_chunk.
+template <class Shape>
+__device__ __forceinline__ void store_part(const DecodePlan& plan, const Segment& segment, const float* outputs,
+                                           const ChunkTables<Shape>& tables, float* workspace, int thread) {
   using Slot = ChunkPartial<Shape>;
   constexpr int kThreads = kConsumers * kWarpgroup, kQuads = Shape::kHeadDim / 4;
-  const bool is_whole = segment.num_parts == 1;
   float* const slot = slot_of<Slot>(plan, unit_of_cta(plan, segment.row_tile), segment.part, workspace);
-  meet<kConsumersMeet, kThreads>();
+  const int num_rows = min(plan.rows.num_rows - segment.row_tile * Shape::kRows, Shape::kRows);
+#pragma unroll 4
+  for (int index = thread; index < num_rows * kQuads; index += kThreads) {
+    const int row = index / kQuads, c = index % kQuads * 4;
+    float2 sums;
+    __stcg(Slot::values(slot, row, c), row_of_result(outputs, tables, row, c, sums));
+    if (c > 0) continue;
+    __stcg(Slot::sums(slot, row), sums);
+    __stcg(Slot::constants(slot) + row, tables.constants[row]);
+  }
+}
+
+// Writes them as the unit's output. Not inlined: the compiler then orders the loop before it better, 1,096 us instead
+// of 1,145 (as above).
+template <class Shape>
+__device__ __noinline__ void store_output(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                          const float* outputs, const ChunkTables<Shape>& tables, int thread) {
+  constexpr int kThreads = kConsumers * kWarpgroup, kQuads = Shape::kHeadDim / 4;
 #pragma unroll 4
   for (int index = thread; index < Shape::kRows * kQuads; index += kThreads) {
     const int row = index / kQuads, c = index % kQuads * 4;
     const Output output(params, plan, segment, tables.constants, Shape::kRows, row, c);
     if (!output.exists()) continue;
-    const float4 values = *reinterpret_cast<const float4*>(outputs + row * Shape::kOutputStride + c);
-    const float2 sums = tables.sums[row];
-    if (is_whole) {
-      output.write(values, sums.x, sums.y);
-      continue;
-    }
-    __stcg(Slot::values(slot, row, c), values);
-    if (c > 0) continue;
-    __stcg(Slot::sums(slot, row), sums);
-    __stcg(Slot::constants(slot) + row, tables.constants[row]);
+    float2 sums;
+    const float4 values = row_of_result(outputs, tables, row, c, sums);
+    output.write(values, sums.x, sums.y);
   }
 }
 
@@ -430,16 +471,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) {
     for_all<2, Shape::kMostStages>([&](int side, int stage) {
       tables.filled[side][stage].init(Shape::kIsStreamed ? 1 : kWarpgroup);
-      tables.emptied[side][stage].init(kConsumers * kWarpgroup / kLanes);
+      tables.emptied[side][stage].init(Shape::kReaders * kWarpgroup / kLanes);
     });
   }
-  wait_for_launch_before();
+  // fill_dense has waited for the launches before it. Who needs its tiles, or writes to its workspace, waits for it.
+  if (Shape::kIsStreamed || plan.dense[0].count() + plan.dense[1].count() == 0) wait_for_launch_before();
   const Bounds bounds(params, plan, segment.b);
   const Span span = find_rounds<Shape::kTileTokens>(params, plan, bounds, segment);
   if (!segment.has_rounds()) return;
   if (threadIdx.x == 0) tables.begin = span.begin, tables.end = span.end;
-  if constexpr (!Shape::kIsStreamed) prepare_query<Shape>(params, plan, segment, memory, tables);
-  show_to_products();  // the query, and the barriers
+  show_to_products();  // the barriers
   __syncthreads();
 
   const int stride = plan.num_splits.value, first_step = segment.first_step, last_step = segment.last_step;
@@ -464,17 +505,21 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else {
     set_registers<Shape::kConsumerRegisters, true>();
-    if constexpr (Shape::kIsStreamed) {
-      prepare_query<Shape>(params, plan, segment, memory, tables);
-      show_to_products();
-      meet<kConsumersMeet, kConsumers * kWarpgroup>();
-    }
+    prepare_query<Shape>(params, plan, segment, memory, tables);
+    show_to_products();
+    meet<kConsumersMeet, kConsumers * kWarpgroup>();
     Attention<Shape> attention(params, plan, segment, span, memory, tables, threadIdx.x);
     attention.attend(first_step, last_step, stride);
     meet<kConsumersMeet, kConsumers * kWarpgroup>();
     float* const outputs = reinterpret_cast<float*>(memory);
     attention.share(outputs);
-    finish_chunk<Shape>(params, plan, segment, outputs, tables, workspace + plan.tile_floats, threadIdx.x);
+    wait_for_launch_before();
+    meet<kConsumersMeet, kConsumers * kWarpgroup>();
+    if (segment.num_parts == 1) {
+      store_output<Shape>(params, plan, segment, outputs, tables, threadIdx.x);
+    } else {
+      store_part<Shape>(plan, segment, outputs, tables, workspace + plan.tile_floats, threadIdx.x);
+    }
   }
 #endif
 }
@@ -500,7 +545,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   const Output output(params, plan, segment, Slot::constants(slots), Shape::kRows, row, c);
   if (!output.exists()) return;
   float4 total = {};
-  float maximum = -INFINITY, sum = 0.f;
+  float2 all = {-INFINITY, 0.f};
 #pragma unroll 1
   for (int first = 0; first < segment.num_parts; first += kAtOnce) {
     float2 sums[kAtOnce];
@@ -511,16 +556,9 @@ __global__ void __launch_bounds__(kCombineThreads)
       sums[i] = is_there ? __ldcg(Slot::sums(slot, row)) : make_float2(-INFINITY, 0.f);
       values[i] = is_there ? __ldcg(Slot::values(slot, row, c)) : float4{};
     });
-    for_all<kAtOnce>([&](int i) {
-      const float before = maximum;
-      maximum = fmaxf(before, sums[i].x);
-      const float kept = exp2_below(before, maximum), weight = exp2_below(sums[i].x, maximum);
-      sum = sum * kept + sums[i].y * weight;
-      total.x = total.x * kept + values[i].x * weight, total.y = total.y * kept + values[i].y * weight;
-      total.z = total.z * kept + values[i].z * weight, total.w = total.w * kept + values[i].w * weight;
-    });
+    for_all<kAtOnce>([&](int i) { merge(total, all, values[i], sums[i]); });
   }
-  output.write(total, maximum, sum);
+  output.write(total, all.x, all.y);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -112,6 +112,7 @@ __global__ void __launch_bounds__(kDenseThreads)
   const Side& side = is_key ? params.key_side : params.value_side;
   if (threadIdx.x < 4) bad[threadIdx.x] = 0;
   wait_for_launch_before();
+  start_launch_behind();
   const Bounds bounds(params, plan, b);
   const int num_tokens = bounds.num_tokens(plan), num_stored = num_stored_of(params, plan, bounds);
   const Tail tail(params, plan.laps, side, b, num_stored, bounds.start);

@@ -180,6 +180,8 @@ struct TileSource {
       filled.arrive();
       return;
     }
+    wait_for_launch_before();
+    show_to_copies();
     const TilePlaces<Shape> places(plan, workspace, kIsKey);
     const int place = dense.place(step, plan.dense[!kIsKey].most_first);
     notes(stage) = places.notes[place];

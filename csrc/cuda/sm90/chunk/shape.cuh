@@ -11,13 +11,19 @@ constexpr int kConsumers = 2;  // warpgroups that attend, of 64 query rows each
 constexpr int kRowsOfWarpgroup = 64;
 constexpr bool kStreamedTakesTurns = true;
 
-// `kChangesScores`: with softcap or ALiBi, whose code would take registers from others. `kIsStreamed`: tiles come from
-// the scratch (scratch.cuh), else two warpgroups of the thread block fill them, of keys and of values.
-template <int kHeadDim_, bool kChangesScores_, bool kIsStreamed_>
+// `kChangesScores`: with softcap or ALiBi, whose code would take registers from others. `kKind`: with `streamed`, tiles
+// come from the scratch (scratch.cuh), else two warpgroups of the thread block fill them, of keys and of values. With
+// `few_rows`, the warpgroups that attend have the same rows and take tiles in turn; otherwise each has rows of its own,
+// and both attend to all tiles.
+template <int kHeadDim_, bool kChangesScores_, ChunkKind kKind>
 struct ChunkShape {
-  static constexpr bool kChangesScores = kChangesScores_, kIsStreamed = kIsStreamed_;
+  static constexpr bool kChangesScores = kChangesScores_, kIsStreamed = kKind == ChunkKind::streamed;
+  static constexpr bool kSharesRows = kKind == ChunkKind::few_rows;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kRows = kConsumers * kRowsOfWarpgroup;
+  static constexpr int kRows = (kSharesRows ? 1 : kConsumers) * kRowsOfWarpgroup;
+  static constexpr int kSlots = kConsumers * kRowsOfWarpgroup;  // rows of both warpgroups
+  // Warpgroups that read a tile, and how many tiles further on the next one of a warpgroup is.
+  static constexpr int kReaders = kSharesRows ? 1 : kConsumers, kTurn = kSharesRows ? kConsumers : 1;
   static constexpr int kThreads = (kConsumers + (kIsStreamed ? 1 : 2)) * kWarpgroup;
   // Of a thread that attends and of one that fills or copies tiles. At the start each of 512 threads has 128, and each
   // of 384 has 168; together they must not have more.
@@ -27,8 +33,10 @@ struct ChunkShape {
   static constexpr bool kTakesTurns = kIsStreamed && kStreamedTakesTurns;
   // Fewer tokens with 256 channels, whose output takes half of all registers.
   static constexpr int kTileTokens = kHeadDim <= 128 ? 128 : kIsStreamed ? 64 : 32;
-  // Of keys and of values. Values are awaited by the softmax of the same tile, so their stages need more of a lead.
-  static constexpr int kKeyStages = 2, kValueStages = kHeadDim == 256 && kIsStreamed ? 2 : 3;
+  // Of keys and of values. Values are awaited by the softmax of the same tile, so their stages need more of a lead. A
+  // warpgroup holds values from one of its tiles to the next.
+  static constexpr int kKeyStages = kHeadDim == 256 && kSharesRows ? 3 : 2;
+  static constexpr int kValueStages = kSharesRows ? 4 : kHeadDim == 256 && kIsStreamed ? 2 : 3;
   static constexpr int kMostStages = kValueStages;
   static constexpr int kMaxGroups = kHeadDim / kGroupChannels;
 
@@ -37,7 +45,7 @@ struct ChunkShape {
   static constexpr int kKeysAt = kQueryBytes, kValuesAt = kKeysAt + kKeyStages * kTileBytes;
   static constexpr int kTablesAt = kValuesAt + kValueStages * kTileBytes;
   static constexpr int kOutputStride = kHeadDim + 4;  // floats; the output overwrites query and tiles in the end
-  static_assert(kRows * kOutputStride * 4 <= kTablesAt, "the output fits");
+  static_assert(kSlots * kOutputStride * 4 <= kTablesAt, "the output fits");
 };
 
 // Tiles are float16 numbers times 2^exponent, the power of two that brings the largest of a tile below 2^kTileBits.
@@ -76,7 +84,7 @@ struct ChunkTables : std::conditional_t<Shape::kIsStreamed, CopyTables<Shape::kM
   // Of keys [0] and values [1], by stage.
   Barrier filled[2][Shape::kMostStages], emptied[2][Shape::kMostStages];
   float factors[Shape::kRows], constants[Shape::kRows];  // of the query, see prepare_query
-  float2 sums[Shape::kRows];
+  float2 sums[Shape::kSlots];
   int begin, end;  // tokens that any row attends to
   struct Whole {
     int from, until;
@@ -86,7 +94,7 @@ struct ChunkTables : std::conditional_t<Shape::kIsStreamed, CopyTables<Shape::kM
     float slope;  // of ALiBi, in log2 units
     float kept;   // of the sums, when the shift was raised
     bool is_bad;  // attends to a value that is not finite
-  } rows[Shape::kRows];
+  } rows[Shape::kSlots];
 };
 
 // Channels lie in the order in which codes are unpacked: of eight int4 or int2 codes 0, 4, 1, 5, 2, 6, 3, 7. Storages are
