@@ -71,6 +71,20 @@ __device__ __forceinline__ void wait_for_bulk_stores() {
 #endif
 }
 
+// In two steps: such copies begin at the latest here, ...
+__device__ __forceinline__ void commit_bulk_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+// ... and here they have read shared memory, as they must before a thread block ends. The next launch sees them.
+__device__ __forceinline__ void wait_for_bulk_reads() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
 // What earlier launches wrote to memory may be read by copy_bulk.
 __device__ __forceinline__ void show_to_copies() {
 #if __CUDA_ARCH__ >= 900
