@@ -183,11 +183,15 @@ def test_the_kernel_of_the_convolution(
 
 
 @CUDA_ONLY
-def test_numbers_on_the_device_that_do_not_fit_do_no_harm() -> None:
-    """Slots that do not exist are zero and not written, and tokens are those that there are."""
-    begins = torch.tensor([-5, 3, 2, 10**6], device="cuda")
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("second", [1, 3])
+def test_numbers_on_the_device_that_do_not_fit_do_no_harm(second: int, dim: int, state_dtype: torch.dtype) -> None:
+    """Slots that do not exist are zero and not written, and tokens are those that there are: first one, or three."""
+    begins = torch.tensor([-5, second, second - 1, 10**6], device="cuda")
     bad, good = torch.tensor([-1, 9, 2**40], device="cuda"), torch.arange(3, device="cuda")
-    *vectors, states = delta_inputs((1, 2, 64, 64), 6, 3, torch.bfloat16, "cuda")
+    *vectors, states = delta_inputs((1, 2, dim, dim), 6, 3, torch.bfloat16, "cuda")
+    states = states.to(state_dtype)
     x, inputs, weight = conv_inputs(6, 3, device="cuda")
     for name, given, held in (
         ("delta_chunks", [*vectors, states, True], states),

@@ -170,8 +170,58 @@ def test_the_kernel_of_the_delta_rule(
         assert x.dtype == y.dtype and error(x, z) <= bound, what
     out = OPS.delta_step(*vectors, slots, slots, normalizes, read, write)
     assert torch.equal(out, actual[0]) and torch.equal(slots[write], new)
+    assert torch.equal(OPS.delta_step(*vectors, state, state, normalizes, None, None), out) and torch.equal(state, new)
     kept = torch.ones(len(slots), dtype=torch.bool, device="cuda").index_fill(0, write, False)
     assert torch.equal(slots[kept].nan_to_num(7), untouched[kept].nan_to_num(7))
+
+
+def shifted(x: Tensor, count: int) -> Tensor:
+    """A copy of rows, each with `count` numbers before it that belong to nobody."""
+    rows = x.new_zeros(len(x), x[0].numel() + count)[:, count:]
+    return rows.unflatten(-1, x.shape[1:]).copy_(x)
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_states_and_vectors_begin_anywhere(
+    device: str, count: int, dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    """Kernels that load many numbers at once need states that begin at 8 or 16 bytes; others serve the rest."""
+    torch.manual_seed(0)
+    *vectors, state = delta_inputs(SHAPES[0], 70, dtype, device)
+    state = state.to(state_dtype)
+    expected_state = torch.empty_like(state)
+    expected = OPS.delta_step(*vectors, state, expected_state, True, None, None)
+    *vectors, state = (shifted(x, count) for x in (*vectors, state))
+    target = shifted(torch.zeros_like(state), count)
+    for new in (target, state):
+        out = OPS.delta_step(*vectors, state, new, True, None, None)
+        assert is_close((out, new), (expected, expected_state))
+        assert not new.as_strided((70, count), (new.stride(0), 1), 0).any(), "nothing else is written"
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_a_captured_kernel_of_the_delta_rule(shape: tuple[int, ...], state_dtype: torch.dtype) -> None:
+    """Slots and vectors are those of the replay."""
+    torch.manual_seed(0)
+    given = delta_inputs(shape, 3, torch.bfloat16, "cuda")
+    vectors, slots, graph = given[:-1], given[-1].to(state_dtype), torch.cuda.CUDAGraph()
+    read, write = torch.arange(3, device="cuda").repeat(2, 1)
+    OPS.delta_step(*vectors, slots, slots, True, read, write)  # what is done once cannot be captured
+    with torch.cuda.graph(graph):
+        out = OPS.delta_step(*vectors, slots, slots, True, read, write)
+    for order in ([2, 0, 1], [1, -1, 0]):
+        for x, new in zip(vectors, delta_inputs(shape, 3, torch.bfloat16, "cuda")[:-1], strict=True):
+            x.copy_(new)
+        for x in (read, write):
+            x.copy_(torch.tensor(order))
+        expected_slots = slots.clone()
+        expected = OPS.delta_step(*vectors, expected_slots, expected_slots, True, read, write)
+        graph.replay()
+        assert torch.equal(out, expected) and torch.equal(slots, expected_slots)
 
 
 @CUDA_ONLY
@@ -197,8 +247,11 @@ def test_the_kernel_of_the_convolution(
 
 
 @CUDA_ONLY
-def test_slots_that_do_not_exist_are_zero_and_not_written() -> None:
-    *vectors, state = delta_inputs(SHAPES[0], 2, device="cuda")
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_slots_that_do_not_exist_are_zero_and_not_written(shape: tuple[int, ...], state_dtype: torch.dtype) -> None:
+    *vectors, state = delta_inputs(shape, 2, device="cuda")
+    state = state.to(state_dtype)
     slots, before = state.clone(), state.clone()
     bad = torch.tensor([-1, 2], device="cuda")
     expected = OPS.delta_step(*vectors, torch.zeros_like(state), torch.empty_like(state), True, None, None)

@@ -12,9 +12,9 @@
 namespace hf_kvquant::cuda {
 namespace {
 
-// The first PTX version whose kernels wait for the previous launch themselves (`wait_for_launch_before`), and the first
-// driver whose CUDA graphs can record that.
-constexpr int kOverlapPtx = 90, kOverlapDriver = 12030;
+// The first code whose kernels wait for the previous launch themselves (`wait_for_launch_before`), and the first driver
+// whose CUDA graphs can record that.
+constexpr int kOverlapCode = 90, kOverlapDriver = 12030;
 
 constexpr const char* kUsable = "the GPU must be usable";
 
@@ -75,13 +75,19 @@ void* current_stream(int device_index) {
   return stream;
 }
 
-bool may_overlap(const void* function) {
+int code_capability(const void* function) {
   return remember(std::make_tuple(function, current_number()), [function] {
     cudaFuncAttributes attributes;
     check_cuda("decode", cudaFuncGetAttributes(&attributes, function), "the kernel must fit the GPU");
+    return attributes.ptxVersion;
+  });
+}
+
+bool may_overlap(const void* function) {
+  return remember(std::make_tuple(function, current_number()), [function] {
     int driver = 0;
     check_cuda("decode", cudaDriverGetVersion(&driver), kUsable);
-    return attributes.ptxVersion >= kOverlapPtx && driver >= kOverlapDriver;
+    return code_capability(function) >= kOverlapCode && driver >= kOverlapDriver;
   });
 }
 

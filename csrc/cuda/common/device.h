@@ -35,6 +35,9 @@ struct Device {
 
 Device current_device();
 
+// The compute capability that a kernel's code is for, such as 90. That of the GPU may be higher.
+int code_capability(const void* function);
+
 // Whether a kernel may start before the previous launch ends; the kernel then has to wait for that itself.
 bool may_overlap(const void* function);
 

@@ -40,6 +40,13 @@ __device__ __forceinline__ void to_state(half_bits& to, float x) {
   to = float_to_half(x > kLargest ? kLargest : x < -kLargest ? -kLargest : x);
 }
 
+// Two numbers of float16 by one instruction, `low` in the lower half.
+__device__ __forceinline__ uint32_t to_state_pair(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 // Calls a function with a pointer to the numbers of a state.
 template <class Function>
 __device__ __forceinline__ void with_state(void* state, Dtype dtype, Function&& function) {
@@ -51,9 +58,12 @@ __device__ __forceinline__ void with_state(void* state, Dtype dtype, Function&& 
 }
 
 // A slot, or -1 if the number is none.
-__device__ __forceinline__ int64_t slot_of(const int64_t* slots, int b, int64_t num_slots) {
-  const int64_t slot = slots == nullptr ? b : slots[b];
+__device__ __forceinline__ int64_t checked_slot(int64_t slot, int64_t num_slots) {
   return slot >= 0 && slot < num_slots ? slot : -1;
+}
+
+__device__ __forceinline__ int64_t slot_of(const int64_t* slots, int b, int64_t num_slots) {
+  return checked_slot(slots == nullptr ? b : slots[b], num_slots);
 }
 
 // The tokens of a sequence, [begin, end). Numbers that are no tokens are left out.

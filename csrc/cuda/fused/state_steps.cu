@@ -3,16 +3,19 @@
 // kernels of PyTorch pass over the matrix of a head some twelve times, and those of fla need it gathered before and
 // scattered after.
 //
-// Where the time goes (H200, 2026-11, 128 sequences of 32 heads of 128 x 128): float32 takes 163 us, 3.3 TB/s, and
-// float16 132, 2.0 TB/s, so memory limits it no longer. Tried together: float16 kept packed in registers, so that four
-// thread blocks fit a multiprocessor instead of two, and each warp summing up squares by itself. 118 us in float16, but
-// 217 in float32. Packed registers alone are open.
+// States of 128 x 128 go through shared memory by bulk copies from compute capability 9.0 on (step_delta_bulk), others
+// through registers (step_delta). Microseconds for 128 sequences of 32 such heads (H200, 2026-11, L2 cold): 141 in
+// float32, 3.8 TB/s, and 73.6 in float16, 3.65 TB/s; through registers 163 and 132. Tried, with 8 to 256 sequences:
+// all loads of a thread at once, float16 packed in registers, and whole columns for a warp (85 to 90 in float16,
+// float32 no faster); thread blocks that stay and copy the next head meanwhile (146 and 77); hints that the L2 cache
+// evicts states first (150 and 78).
 #include <cuda_runtime.h>
 
 #include <cstring>
 #include <type_traits>
 
 #include "../../fused.h"
+#include "../common/bulk.cuh"
 #include "../common/device.h"
 #include "state.cuh"
 
@@ -129,35 +132,58 @@ __device__ __forceinline__ void sum_by_lane(float (&x)[kCount], float (&scratch)
   }
 }
 
+// Four numbers of a state that lie side by side.
+template <class State>
+using Four = std::conditional_t<sizeof(State) == sizeof(float), float4, uint2>;
+
+template <class State>
+__device__ __forceinline__ void unpack(const Four<State>& words, float (&x)[4]) {
+  State numbers[4];
+  memcpy(numbers, &words, sizeof words);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = from_state(numbers[i]);
+}
+
+__device__ __forceinline__ void pack(const float (&x)[4], float4& words) { words = {x[0], x[1], x[2], x[3]}; }
+__device__ __forceinline__ void pack(const float (&x)[4], uint2& words) {
+  words = {to_state_pair(x[0], x[1]), to_state_pair(x[2], x[3])};
+}
+
 // kCount numbers of a state that lie side by side: 1 or 4. Each is read once, so the L2 cache keeps others.
 template <int kCount, class State>
 __device__ __forceinline__ void load_numbers(const State* from, float (&x)[kCount]) {
-  using Words = std::conditional_t<sizeof(State) == sizeof(float), float4, uint2>;
-  static_assert(kCount == 1 || kCount * sizeof(State) == sizeof(Words));
-  State numbers[kCount];
   if constexpr (kCount == 1) {
-    numbers[0] = *from;
+    x[0] = from_state(*from);
   } else {
-    const Words words = __ldcs(reinterpret_cast<const Words*>(from));
-    memcpy(numbers, &words, sizeof words);
+    unpack<State>(__ldcs(reinterpret_cast<const Four<State>*>(from)), x);
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] = from_state(numbers[i]);
 }
 
 template <int kCount, class State>
 __device__ __forceinline__ void store_numbers(State* to, const float (&x)[kCount]) {
-  using Words = std::conditional_t<sizeof(State) == sizeof(float), float4, uint2>;
-  State numbers[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) to_state(numbers[i], x[i]);
   if constexpr (kCount == 1) {
-    *to = numbers[0];
+    to_state(*to, x[0]);
   } else {
-    Words words;
-    memcpy(&words, numbers, sizeof words);
-    __stcs(reinterpret_cast<Words*>(to), words);
+    Four<State> words;
+    pack(x, words);
+    __stcs(reinterpret_cast<Four<State>*>(to), words);
   }
+}
+
+// Which head of which sequence a thread block computes.
+struct Place {
+  int b, h, k_head;
+  int64_t token;  // -1: none
+};
+
+__device__ __forceinline__ Place place_of(const DeltaStepParams& params, int row) {
+  const int b = row / params.num_heads, h = row % params.num_heads;
+  Place place{b, h, h / (params.num_heads / params.num_k_heads), b};
+  if (params.begins != nullptr) {
+    const Span span = span_of(params.begins, params.num_tokens, b);
+    place.token = span.end == span.begin + 1 ? span.begin : -1;
+  }
+  return place;
 }
 
 // A thread block has 32 · kColumns columns of the matrix of a head, kColumns for each lane, and kRows rows for each
@@ -170,14 +196,8 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
   __shared__ float recalled_parts[kMaxParts][kTile], out_parts[kMaxParts][kTile];
   const int num_tiles = (params.value_dim + kTile - 1) / kTile, lane = threadIdx.x % kWarp;
   const int tile = static_cast<int>(blockIdx.x % num_tiles), row = static_cast<int>(blockIdx.x / num_tiles);
-  const int b = row / params.num_heads, h = row % params.num_heads;
-  const int k_head = h / (params.num_heads / params.num_k_heads);
-  int64_t token = b;
-  if (params.begins != nullptr) {
-    const Span span = span_of(params.begins, params.num_tokens, b);
-    if (span.end != span.begin + 1) return;
-    token = span.begin;
-  }
+  const auto [b, h, k_head, token] = place_of(params, row);
+  if (token < 0) return;
   const int column = tile * kTile + lane * kColumns, first = static_cast<int>(threadIdx.x) / kWarp * kRows;
   const bool exists = column < params.value_dim;
   const int64_t read = slot_of(params.slots.read, b, params.slots.num_slots);
@@ -254,8 +274,218 @@ __global__ void __launch_bounds__(kMaxDeltaThreads) step_delta(const __grid_cons
   }
 }
 
+// --- states of 128 x 128
+
+constexpr int kBulkDim = 128, kBulkRows = 16, kBulkWarps = kBulkDim / kBulkRows, kBulkThreads = kBulkWarps * kWarp;
+// Thread blocks of a multiprocessor, as many as its shared memory allows.
+template <class State>
+constexpr int kBulkCtas = sizeof(State) == sizeof(float) ? 3 : 5;
+
+// A number of any dtype that is on its way. Loads and conversions are apart, so that no load waits for the conversion
+// of another. It would if a branch on the dtype had both, as in `loaded`.
+struct Loading {
+  uint16_t low, high;
+};
+
+__device__ __forceinline__ Loading start_load(const void* data, Dtype dtype, int64_t i) {
+  const int is_wide = dtype == Dtype::fp32;
+  const char* const from = static_cast<const char*>(data) + (i << (is_wide ? 2 : 1));
+  Loading x{0, 0};
+  // Volatile, or the compiler moves loads behind the wait for the state, where each waits for the one before. Halves,
+  // since a load of 32 bits and one of 16, of which one is needed, would share a register and wait for each other.
+  asm volatile("{.reg .pred wide; setp.ne.b32 wide, %3, 0;\n"
+               "ld.global.u16 %0, [%2];\n"
+               "@wide ld.global.u16 %1, [%2 + 2];}"
+               : "=h"(x.low), "+h"(x.high)
+               : "l"(from), "r"(is_wide));
+  return x;
+}
+
+__device__ __forceinline__ float converted(Loading x, Dtype dtype) {
+  const uint32_t bits = uint32_t{x.high} << 16 | x.low;
+  const float narrow = dtype == Dtype::fp16 ? half_to_float(x.low) : __uint_as_float(bits << 16);
+  return dtype == Dtype::fp32 ? __uint_as_float(bits) : narrow;
+}
+
+// A slot to check later.
+__device__ __forceinline__ int64_t start_slot(const int64_t* slots, int b) {
+  if (slots == nullptr) return b;
+  int64_t slot;
+  asm volatile("ld.global.s64 %0, [%1];" : "=l"(slot) : "l"(slots + b));
+  return slot;
+}
+
+__device__ __forceinline__ void load_four(const float* from, float (&x)[4]) {
+  unpack<float>(*reinterpret_cast<const float4*>(from), x);
+}
+
+__device__ __forceinline__ void store_four(float* to, const float (&x)[4]) {
+  pack(x, *reinterpret_cast<float4*>(to));
+}
+
+template <class State>
+struct alignas(128) BulkShared {
+  State state[kBulkDim][kBulkDim];
+  float query_and_key[2][kBulkDim], value[kBulkDim];
+  float squares[2][kBulkDim / kWarp];  // sums over the warps that have the query, and the key
+  float recalled[kBulkWarps][kBulkDim], out[kBulkWarps][kBulkDim];
+  Barrier arrived[kBulkWarps];
+};
+
+// Each warp copies its rows, changes them in place and copies them back by itself; warps meet for sums alone. A lane
+// has four columns. Values are recalled in the order of step_delta with as many rows, so states are the same bits.
+template <class State>
+__global__ void __launch_bounds__(kBulkThreads, kBulkCtas<State>)
+    step_delta_bulk(const __grid_constant__ DeltaStepParams params) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t memory[];
+  auto& shared = *reinterpret_cast<BulkShared<State>*>(memory);
+  const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp, first = warp * kBulkRows;
+  Barrier& arrived = shared.arrived[warp];
+  if (lane == 0) {  // before all loads, since the fence waits for these, too
+    arrived.init(1);
+    show_shared_to_copies();
+  }
+  const auto [b, h, k_head, token] = place_of(params, static_cast<int>(blockIdx.x));
+  if (token < 0) return;
+
+  const int64_t read_slot = start_slot(params.slots.read, b), write_slot = start_slot(params.slots.write, b);
+  const bool has_query = thread < kBulkDim;  // the other threads have the key
+  const int channel = thread % kBulkDim;
+  const auto start = [&, token = token](const Dense& x, int64_t head, int i) {
+    return start_load(x.data, x.dtype, token * x.stride_b + head * x.stride_h + i);
+  };
+  const Dense own = has_query ? params.query : params.key;
+  const Loading own_number = start(own, k_head, channel);
+  Loading own_value{};
+  if (has_query) own_value = start(params.value, h, channel);
+  const Loading decay_number = start(params.decay, h, 0), beta_number = start(params.beta, h, 0);
+
+  const int64_t read = checked_slot(read_slot, params.slots.num_slots);
+  const int64_t write = checked_slot(write_slot, params.slots.num_slots);
+  const int64_t in_slot = (int64_t{h} * kBulkDim + first) * kBulkDim;
+  constexpr int kBytes = kBulkRows * kBulkDim * sizeof(State);
+  State* const rows = shared.state[first];
+  if (lane == 0 && read >= 0) {
+    arrived.arrive_and_expect(kBytes);
+    copy_bulk(rows, static_cast<const State*>(params.state) + read * params.state_stride + in_slot, kBytes, arrived);
+  }
+
+  const float number = converted(own_number, own.dtype);
+  shared.query_and_key[!has_query][channel] = number;
+  if (has_query) shared.value[channel] = converted(own_value, params.value.dtype);
+  float squares = number * number;
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+  if (lane == 0) shared.squares[!has_query][channel / kWarp] = squares;
+  __syncthreads();  // also shows the barriers to the warps
+  const auto norm = [&](int i) {
+    float x[4];
+    load_four(shared.squares[i], x);
+    return params.normalizes ? rsqrtf(x[0] + x[1] + x[2] + x[3] + kNormEps) : 1.f;
+  };
+  const float query_factor = norm(0) * rsqrtf(static_cast<float>(kBulkDim)), key_factor = norm(1);
+  const float decay = expf(converted(decay_number, params.decay.dtype));
+
+  auto* const fours = reinterpret_cast<Four<State>*>(rows) + lane;  // kWarp of them are a row
+  if (read >= 0) {
+    arrived.wait(0);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBulkRows; ++i) fours[i * kWarp] = {};
+  }
+  float recalled[4] = {};
+#pragma unroll
+  for (int i = 0; i < kBulkRows; i += 4) {
+    float keys[4];
+    load_four(shared.query_and_key[1] + first + i, keys);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float state[4];
+      unpack<State>(fours[(i + j) * kWarp], state);
+      const float factor = keys[j] * key_factor;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) recalled[n] = fmaf(state[n] * decay, factor, recalled[n]);
+    }
+  }
+  store_four(shared.recalled[warp] + lane * 4, recalled);
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < 4; ++n) recalled[n] = 0.f;
+#pragma unroll
+  for (int i = 0; i < kBulkWarps; ++i) {
+    float part[4];
+    load_four(shared.recalled[i] + lane * 4, part);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) recalled[n] += part[n];
+  }
+  float change[4], out[4] = {};
+  load_four(shared.value + lane * 4, change);
+  const float beta = converted(beta_number, params.beta.dtype);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) change[n] = (change[n] - recalled[n]) * beta;
+#pragma unroll
+  for (int i = 0; i < kBulkRows; i += 4) {
+    float keys[4], queries[4];
+    load_four(shared.query_and_key[1] + first + i, keys);
+    load_four(shared.query_and_key[0] + first + i, queries);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float state[4];
+      unpack<State>(fours[(i + j) * kWarp], state);
+      const float factor = keys[j] * key_factor, weight = queries[j] * query_factor;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        state[n] = fmaf(factor, change[n], state[n] * decay);
+        out[n] = fmaf(state[n], weight, out[n]);
+      }
+      pack(state, fours[(i + j) * kWarp]);
+    }
+  }
+  show_shared_to_copies();
+  __syncwarp();
+  if (lane == 0 && write >= 0) {
+    store_bulk(static_cast<State*>(params.target) + write * params.target_stride + in_slot, rows, kBytes);
+    commit_bulk_stores();
+  }
+  store_four(shared.out[warp] + lane * 4, out);
+  __syncthreads();
+  if (thread < kBulkDim) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kBulkWarps; ++i) sum += shared.out[i][thread];
+    store(params.out, params.query.dtype, (token * params.num_heads + h) * kBulkDim + thread, sum);
+  }
+  if (lane == 0) wait_for_bulk_reads();
+#endif
+}
+
+// Launches that kernel where the GPU, the extension's code for it and the call allow.
+template <class State>
+bool launch_bulk(const DeltaStepParams& params, void* stream) {
+  constexpr const char* kWhere = "delta_step";
+  constexpr int kBytes = sizeof(BulkShared<State>), kAlignment = 16;
+  const auto is_even = [](const void* data, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && stride * sizeof(State) % kAlignment == 0;
+  };
+  const auto kernel = step_delta_bulk<State>;
+  const bool fits = params.key_dim == kBulkDim && params.value_dim == kBulkDim &&
+                    is_even(params.state, params.state_stride) && is_even(params.target, params.target_stride) &&
+                    code_capability(reinterpret_cast<const void*>(kernel)) >= 90;
+  if (!fits) return false;
+  remember(current_device().number, [kernel] {
+    constexpr const char* kWhat = "a thread block must get its shared memory";
+    check_cuda(kWhere, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kWhat);
+    check_cuda(kWhere, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), kWhat);
+    return true;
+  });
+  launch(kWhere, kernel, int64_t{params.batch} * params.num_heads, kBulkThreads, kBytes, stream, params);
+  return true;
+}
+
 template <class State>
 void launch_step(const DeltaStepParams& params, void* stream) {
+  if (launch_bulk<State>(params, stream)) return;
   // Rows of 128 numbers for each warp. Few heads need all the thread blocks that there can be instead.
   constexpr int kWide = 4, kWideRows = 16, kManyRows = 32, kFewRows = 8;
   const int64_t heads = int64_t{params.batch} * params.num_heads;

@@ -1,6 +1,6 @@
-// Instructions of compute capability 9.0 that the chunk kernel uses: products of a warpgroup (four warps), barriers in
-// shared memory, and registers that move between warpgroups. Layouts are as in the PTX manual ("Asynchronous
-// warpgroup-level matrix instructions").
+// Instructions of compute capability 9.0 alone that the chunk kernel uses: products of a warpgroup (four warps), and
+// registers that move between warpgroups. Layouts are as in the PTX manual ("Asynchronous warpgroup-level matrix
+// instructions"). bulk.cuh has the copies and barriers that later GPUs have, too.
 //
 // A result of 64 rows by N columns is in N / 2 registers: warp w of the warpgroup has rows 16w ... 16w + 15, and lane
 // (g, t) of it, in register 4j + 2i + k, row g + 8i and column 8j + 2t + k.
@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "../../common/bulk.cuh"
 #include "../../common/instructions.cuh"
 
 // Code for sm_90a, the only target that has these instructions.
@@ -148,82 +149,9 @@ __device__ __forceinline__ void pin(T (&x)[kCount]) {
 }
 
 // Shared memory that this thread has written may be read by products once a barrier is passed.
-__device__ __forceinline__ void show_to_products() {
-#if KVQ_HAS_WGMMA
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
+__device__ __forceinline__ void show_to_products() { show_shared_to_copies(); }
 
 // --- barriers
-
-// A barrier in shared memory: it completes a phase each time `count` threads have arrived.
-struct Barrier {
-  uint64_t state;
-
-  __device__ __forceinline__ void init(int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(count) : "memory");
-  }
-
-  __device__ __forceinline__ void arrive() {
-    asm volatile("{.reg .b64 old; mbarrier.arrive.shared::cta.b64 old, [%0];}" ::"r"(shared_address(&state))
-                 : "memory");
-  }
-
-  // The same, and the phase also waits until `num_bytes` bytes are copied.
-  __device__ __forceinline__ void arrive_and_expect(int num_bytes) {
-#if KVQ_HAS_WGMMA
-    asm volatile("{.reg .b64 old; mbarrier.arrive.expect_tx.shared::cta.b64 old, [%0], %1;}" ::"r"(
-                     shared_address(&state)),
-                 "r"(num_bytes)
-                 : "memory");
-#endif
-  }
-
-  // Waits for the end of phase `number`; phase -1 ended before the first.
-  __device__ __forceinline__ void wait(int number) {
-#if KVQ_HAS_WGMMA
-    asm volatile(
-        "{.reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;}" ::"r"(shared_address(&state)),
-        "r"(number & 1)
-        : "memory");
-#endif
-  }
-};
-
-// Copies from memory to shared memory, both aligned to 16 bytes. The end counts for a barrier that expects it.
-__device__ __forceinline__ void copy_bulk(void* to, const void* from, int num_bytes, Barrier& barrier) {
-#if KVQ_HAS_WGMMA
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(num_bytes), "r"(shared_address(&barrier.state))
-               : "memory");
-#endif
-}
-
-// Copies from shared memory to memory, both aligned to 16 bytes.
-__device__ __forceinline__ void store_bulk(void* to, const void* from, int num_bytes) {
-#if KVQ_HAS_WGMMA
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-               "r"(num_bytes)
-               : "memory");
-#endif
-}
-
-// Waits until all such copies of this thread are written.
-__device__ __forceinline__ void wait_for_bulk_stores() {
-#if KVQ_HAS_WGMMA
-  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
-#endif
-}
-
-// What earlier launches wrote to memory may be read by copy_bulk.
-__device__ __forceinline__ void show_to_copies() {
-#if KVQ_HAS_WGMMA
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-#endif
-}
 
 // Waits for `kThreads` threads of the thread block; barrier 0 is used by __syncthreads.
 template <int kNumber, int kThreads>
