@@ -1,10 +1,11 @@
 // Attention of many new tokens over codes, on the tensor cores of compute capability 9.0: 128 query rows of a key-value
 // head share each tile of keys and values, so that codes are unpacked once for all of them.
 //
-// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each. For long chunks a launch before fills all
-// tiles, and one thread copies them (scratch.cuh). As in FlashAttention-3 (Shah et al. 2024), the products of one tile
-// with keys and of the tile before with values run beside the softmax. schedule.cuh cuts units into thread blocks as
-// for few rows; a step is a tile, and thread blocks take steps in turn.
+// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each. Up to 64 rows both have the same, take tiles
+// in turn, and their results are merged in the end. For long chunks a launch before fills all tiles, and one thread
+// copies them (scratch.cuh). As in FlashAttention-3 (Shah et al. 2024), the products of one tile with keys and of the
+// tile before with values run beside the softmax. schedule.cuh cuts units into thread blocks as for few rows; a step is
+// a tile, and thread blocks take steps in turn.
 //
 // Softmax. Scores are in log2 units. P' = 2^(score + exponent of the values - shift), rounded to float16. A shift is
 // raised only when P' would exceed 2^15, and the largest P' is 2^7 then. float16 keeps its precision down to 2^-14.
@@ -21,10 +22,20 @@
 //   1,158, and 3,357 instead of 4,411 for 4,096 tokens. But cuDNN plans for 37 ms whenever the number of queries or
 //   keys is new, which all layers together do not gain back, and in slices of equal size only 3 % were left.
 //
-// Up to 64 query rows the attention kernel serves, with 16 rows a thread block. 8 tokens behind 32k take 45 us there
-// (int8; one token 22) and would take 61 here. Memory limits neither: queries and outputs of 16 rows take so many
-// registers that one or two warps a scheduler are left, and 64 to 76 % of clocks none of them can go on. With 32 rows a
-// thread block reads codes half as often, and 8 tokens took 75 us, 16 tokens 102 instead of 76.
+// Up to 32 query rows the attention kernel serves, with 16 rows a thread block: 8 tokens behind 32k take as long there
+// as here. Of more rows it would read the codes once for each 16. Queries and outputs of 16 rows take so many registers
+// that one or two warps a scheduler are left, and 64 to 76 % of clocks none of them can go on; with 32 rows a thread
+// block 8 tokens took 75 us instead of 45.
+//
+// Few rows (H200, 2026-11, 16 tokens behind 32k, us, attention kernel and here): int8 82 and 53, int4 83 and 61; 8 x 8k
+// + 16 97 and 84, 138 and 98. Of that, 17 are before the first tile and after the last; a tile takes 4,000 clocks, and
+// those who attend wait for half of it. Who fills keys waits 1,600 for codes and takes 1,500 for some 330 instructions
+// a warp, of which 150 unpack. Not kept, since no faster: codes brought into the L2 cache two to six tiles ahead (61
+// instead of 60 then); tiles of 64 tokens, with the codes of the next in registers (79, most of them spilled) or in
+// shared memory by cp.async (58 instead of 53): what is done once a tile, addresses, scales and two meetings, then is
+// done twice as often, and 345 instructions a warp miss the instruction cache. Next: one warp that copies codes and
+// scales in bulk, and four filling warps that need no meetings, since each finds the exponent itself; some 150
+// instructions.
 //
 // GPUs without wgmma keep the kernels for few rows. Three versions with mma, measured here, took as long: 16 rows a
 // warp 2,540 us, with four more warps that fill tiles 2,445, 32 rows a warp 2,890; those for few rows take 2,335 (int4)
