@@ -69,9 +69,15 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str) -> None:
     compare.assert_close(logits(output), logits(expected), bound, f"{family}, logits")
 
 
+def is_repeated(family: str, preset: str) -> bool:
+    """Of the presets, every family has `int4-token`, and each that is varied a third of the others, in turn."""
+    if preset == "int4-token":
+        return False
+    return family not in models.VARIED or (models.VARIED.index(family) + QUANTIZED.index(preset)) % 3 != 0
+
+
 @pytest.mark.full(
-    when=lambda family, preset: preset != "int4-token" and family not in models.VARIED,
-    reason="how a family makes keys and how a preset stores them meet in the cache alone",
+    when=is_repeated, reason="how a family makes keys and how a preset stores them meet in the cache alone"
 )
 @pytest.mark.parametrize("preset", QUANTIZED)
 @pytest.mark.parametrize("family", FAMILIES)
