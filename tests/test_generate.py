@@ -18,6 +18,7 @@ import models
 import pytest
 import tolerances
 import torch
+from cases import DTYPES
 from models import (
     FAMILIES,
     RecordingCache,
@@ -106,9 +107,16 @@ def test_head_dims(head_dim: int, preset: str) -> None:
     check_against_reference(models.llama(head_dim=head_dim), config, left_padded())
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4-token", "fp8"])
+FEW = ["int8", "int4-token", "fp8"]
+
+
+@pytest.mark.full(
+    when=lambda preset, heads, dtype: (FEW.index(preset) + [*HEADS].index(heads) + DTYPES.index(dtype)) % 3 != 0,
+    reason="every two of the three meet in the others",
+)
+@pytest.mark.parametrize("preset", FEW)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_heads_and_dtypes(dtype: torch.dtype, heads: str, preset: str, device: str) -> None:
     model = models.on(device, models.llama(dtype, num_key_value_heads=HEADS[heads]))
     # Weights rounded to dtype, computed with in float32.
