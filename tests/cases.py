@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ def times(count: int, **options: Any) -> settings:
     return settings(max_examples=max(1, round(count * share)), **options)
 
 
+def some(items: Sequence[Any], turn: int) -> Sequence[Any]:
+    """All with `--all`, in the quick tier every other one: in odd turns those that even turns leave out."""
+    return items if settings.default.max_examples == 100 else items[turn % 2 :: 2]
+
+
 def engines() -> list[str]:
     """What can run the ops here: every supported instruction set of the CPU kernels, and CUDA if there is a GPU."""
     names = ["cpu"]
@@ -61,6 +67,15 @@ def make_formats(head_dim: int = 64) -> list[KVFormat]:
     formats.append(KVFormat("int4", "tensor", symmetric=False, clip_ratio=0.6))
     formats.append(KVFormat("int8", "group", group_size, clip_ratio=0.3))
     return formats
+
+
+def is_repeated(index: int, head_dim: int) -> bool:
+    """Whether the quick tier leaves out this one of `make_formats` with this head dim: half of the integers.
+
+    A format that differs from it in its symmetry alone has the head dim then, and it has the next head dim.
+    """
+    turn = (64, 80, 96, 128, 256, 8, 40, 72).index(head_dim)
+    return make_formats(head_dim)[index].is_integer and (index // 4 + index + turn) % 2 == 1
 
 
 def name_of(value: object) -> str:

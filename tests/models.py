@@ -408,7 +408,7 @@ def save(model: PreTrainedModel, path: Path, **options: Any) -> str:
 SHARED: list[Any] = []  # models that tests share: whoever patches one unpatches it (shared.py looks)
 
 
-def _shared(make: Callable[..., Any]) -> Callable[..., Any]:
+def shared(make: Callable[..., Any]) -> Callable[..., Any]:
     """A function that makes a model once, for all tests."""
 
     @functools.cache
@@ -420,19 +420,19 @@ def _shared(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-@_shared
+@shared
 def family(name: str) -> Any:
     """The float32 model of a family."""
     return build(FAMILIES[name].model_type, **FAMILIES[name].options)
 
 
-@_shared
+@shared
 def llama(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """A tiny llama with other sizes."""
     return build("llama", dtype, **options)
 
 
-@_shared
+@shared
 def bart() -> Any:
     """A tiny encoder-decoder."""
     torch.manual_seed(1234)

@@ -21,6 +21,7 @@ from waiting import next_result, until
 from hf_kvquant import KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.models.fingerprint import fingerprint
+from hf_kvquant.state import ModelState, state_of
 from hf_kvquant.transforms.of_model import set_centers
 from hf_kvquant.upstream.releases import HAS_PAGES
 
@@ -107,6 +108,22 @@ def alone(model: Any, prompt: list[int], new_tokens: int = 10, **options: Any) -
     return Answer(out.sequences[0, len(prompt) :].tolist(), models.logits(out)[0])
 
 
+_ANSWERED: dict[tuple[Any, ...], Answer] = {}
+
+
+def each_alone(model: Any, prompts: list[list[int]], new_tokens: int = 10, **options: Any) -> list[Answer]:
+    """The same for several prompts, each of which a shared model is asked only once: many tests have the same ones."""
+    state = state_of(model)
+    assert any(model is each for each in models.SHARED) and state == ModelState(patch=state.patch)
+    versions = sum(weight._version for weight in model.parameters())  # each write to a weight adds to its own
+    what = id(model), versions, repr(state.patch and state.patch.config), new_tokens, repr(options)
+    keys = [(*what, *prompt) for prompt in prompts]
+    for key, prompt in zip(keys, prompts, strict=True):
+        if key not in _ANSWERED:
+            _ANSWERED[key] = alone(model, prompt, new_tokens, **options)
+    return [_ANSWERED[key] for key in keys]
+
+
 def text(tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, models.VOCAB_SIZE, (tokens,), generator=generator).tolist()
@@ -116,7 +133,7 @@ def check_as_generate(name: str) -> None:
     """Requests get what `generate` gives, alone and in any company; a prompt in chunks, as in `generate` in chunks."""
     long_prompts = [text(70), text(40, seed=1), [5]]
     with patched(models.family(name), "int8") as model:
-        expected = [alone(model, prompt) for prompt in PROMPTS]
+        expected = each_alone(model, PROMPTS)
         assert batched(model, PROMPTS) == expected
         assert batched(model, PROMPTS[::-1], max_requests_per_batch=2) == expected[::-1]
         assert batched(model, long_prompts, max_batch_tokens=32) == [
@@ -160,7 +177,7 @@ def long_llama() -> Any:
 def test_each_request_gets_what_generate_gives_it(name: str, preset: Any) -> None:
     """qwen2 has key biases, so its keys are centred."""
     with patched(models.family(name), preset) as model:
-        assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
+        assert batched(model, PROMPTS) == each_alone(model, PROMPTS)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -187,12 +204,12 @@ def test_layers_may_have_formats_of_their_own(preset: str, other: str) -> None:
     """Their pages differ in size, and all get that of the largest. Not all have a tail."""
     config = KVQuantConfig.from_preset(preset, layers={1: other})
     with patched(models.llama(), config) as model:
-        assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
+        assert batched(model, PROMPTS) == each_alone(model, PROMPTS)
 
 
 def test_static_caches_are_for_generate_alone() -> None:
     with patched(models.llama(), "int8") as model:
-        expected = [alone(model, prompt) for prompt in PROMPTS]
+        expected = each_alone(model, PROMPTS)
     with patched(model, {"preset": "int8", "static": True}):
         assert batched(model, PROMPTS) == expected
 
@@ -229,7 +246,7 @@ def test_a_prompt_in_chunks_is_that_of_generate_in_chunks(preset: Any) -> None:
 
 def test_more_requests_than_one_batch_takes() -> None:
     with patched(models.llama(), "int8") as model:
-        expected = [alone(model, prompt) for prompt in PROMPTS]
+        expected = each_alone(model, PROMPTS)
         assert batched(model, PROMPTS, max_requests_per_batch=2) == expected
         assert batched(model, PROMPTS, scheduler_type="prefill_first") == expected
 
@@ -531,7 +548,7 @@ def test_forks_go_on_from_the_prompt(preset: Any) -> None:
 def test_padding_does_not_show() -> None:
     """Tokens of steps with prompts are padded on a GPU, those of captured steps in `test_many_requests_on_a_gpu`."""
     with patched(models.llama(), "int4-token") as model:
-        expected = [alone(model, prompt) for prompt in PROMPTS]
+        expected = each_alone(model, PROMPTS)
         with managed(model, max_batch_tokens=300) as manager:
             runner = manager.batch_processor.model_runner
             runner.use_cuda_graph_decode = True
@@ -565,7 +582,7 @@ def test_all_sizes_of_captured_steps_are_captured_at_the_start(monkeypatch: pyte
 def test_trash_does_not_show() -> None:
     """Garbage where transformers puts what nobody reads."""
     with patched(models.llama(), "int4-token") as model:
-        expected = [alone(model, prompt) for prompt in PROMPTS]
+        expected = each_alone(model, PROMPTS)
         with managed(model) as manager:
             cache = manager.batch_processor.cache
             cache.cache_tensor[: 2 * cache.bytes_per_sector].fill_(255)
@@ -608,7 +625,7 @@ def with_tables(model: Any, num_blocks: int, max_batch_tokens: int = 256) -> Ite
 def test_decode_steps_read_tables_of_transformers(preset: Any) -> None:
     """All but that with a prompt of one token, which has no past."""
     with patched(models.llama(), preset) as model:
-        expected = [alone(model, prompt) for prompt in PROMPTS]
+        expected = each_alone(model, PROMPTS)
         with with_tables(model, num_blocks=2) as manager:
             steps = Steps(manager)
             assert answers(manager, PROMPTS) == expected

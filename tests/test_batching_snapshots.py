@@ -25,6 +25,7 @@ from test_batching import (
     check_all_is_free,
     check_nothing_leaks,
     counted_prompts,
+    each_alone,
     generation,
     load,
     managed,
@@ -39,6 +40,10 @@ from hf_kvquant.batching.snapshots import SHARE
 PREFIX = text(2 * PAGE)
 TYPES = [*KINDS, "qwen3_5_text", "granitemoehybrid"]
 ROOMY = {"num_blocks": 24, "max_batch_tokens": 512}
+few_of_each = pytest.mark.full(
+    when=lambda name, preset: preset != "int8" and name not in ("qwen3_next", "qwen3_5_text", "zamba2"),
+    reason="a snapshot holds states, which are the same whatever keys are stored as",
+)
 
 
 def with_tails(count: int, prefix: list[int] = PREFIX) -> list[list[int]]:
@@ -65,6 +70,7 @@ def chunks(manager: Any) -> Iterator[list[int]]:
 # --- what is shared ---------------------------------------------------------------------------------------------------
 
 
+@few_of_each
 @pytest.mark.parametrize("preset", ["int8", "none", K4V2], ids=str)
 @pytest.mark.parametrize("name", TYPES)
 def test_the_third_prompt_with_a_prefix_begins_with_its_states(name: str, preset: Any) -> None:
@@ -87,6 +93,10 @@ def test_the_third_prompt_with_a_prefix_begins_with_its_states(name: str, preset
         assert answered == expected
 
 
+@pytest.mark.full(
+    when=lambda name, is_shared: not is_shared and name not in ("qwen3_next", "zamba2"),
+    reason="batches of distinct prompts, which share nothing either, are those of test_batching_states.py",
+)
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("name", TYPES)
 def test_prompts_that_begin_alike_in_any_company(name: str, is_shared: bool) -> None:
@@ -94,7 +104,7 @@ def test_prompts_that_begin_alike_in_any_company(name: str, is_shared: bool) -> 
     others = [text(40, seed) for seed in range(3)]
     prompts = [*with_tails(5), *others, *with_tails(3, PREFIX[:PAGE]), *with_tails(2, [*PREFIX, *text(PAGE, 9)])]
     with patched(long(name), "none") as model:
-        expected = [alone(model, prompt) for prompt in prompts]
+        expected = each_alone(model, prompts)
         with managed(model, num_blocks=48, max_batch_tokens=300, allow_block_sharing=is_shared) as manager:
             assert answers(manager, prompts) == expected
             assert answers(manager, prompts[::-1]) == expected[::-1]
@@ -105,6 +115,7 @@ def test_prompts_that_begin_alike_in_any_company(name: str, is_shared: bool) -> 
             check_all_is_free(cache)
 
 
+@few_of_each
 @pytest.mark.parametrize("preset", ["int8", "none", K4V2], ids=str)
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
 def test_a_prompt_of_several_steps_is_kept_at_its_last_border(name: str, preset: Any) -> None:
@@ -285,7 +296,7 @@ def test_requests_that_starve(monkeypatch: pytest.MonkeyPatch, name: str, cpu_of
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
     prompts = [[*text(PAGE), *text(PAGE - 4 - i, seed=i + 1)] for i in range(6)]
     with patched(long(name), "none") as model:
-        expected = [alone(model, prompt, 12) for prompt in prompts]
+        expected = each_alone(model, prompts, 12)
         options = {"num_blocks": scarce(model) + 2, "max_batch_tokens": 512, "cpu_offload_space": cpu_offload_space}
         with managed(model, 12, **options) as manager:
             processor, given_way, restored = manager.batch_processor, [], set()
@@ -372,7 +383,7 @@ def test_states_are_copied_before_the_next_step_is_known_to_be_over() -> None:
 def test_one_of_several_prompts_goes_to_a_border() -> None:
     """The others that come with it are cut nowhere."""
     with patched(long("qwen3_next"), "none") as model:
-        expected = [alone(model, prompt) for prompt in with_tails(4)]
+        expected = each_alone(model, with_tails(4))
         with managed(model, num_blocks=48, max_batch_tokens=1200) as manager, chunks(manager) as steps:
             cache = manager.batch_processor.cache
             answers(manager, [[*PREFIX, 7]])

@@ -32,6 +32,7 @@ from test_batching import (
     batched,
     check_as_generate,
     check_nothing_leaks,
+    each_alone,
     generation,
     managed,
     settings,
@@ -52,7 +53,7 @@ from hf_kvquant.batching.tails import TAILS
 KINDS = ["qwen3_next", "lfm2", "bamba", "zamba2"]
 
 
-@functools.cache
+@models.shared
 def long(name: str) -> Any:
     """A family with room for several pages."""
     return models.build(
@@ -60,7 +61,7 @@ def long(name: str) -> Any:
     )
 
 
-@functools.cache
+@models.shared
 def large() -> Any:
     """A model whose states take more memory than a page of all layers."""
     options = {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
@@ -88,7 +89,7 @@ def test_each_request_gets_what_generate_gives_it(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_presets(name: str, preset: Any) -> None:
     with patched(models.family(name), preset) as model:
-        assert batched(model, PROMPTS, num_blocks=32) == [alone(model, prompt) for prompt in PROMPTS]
+        assert batched(model, PROMPTS, num_blocks=32) == each_alone(model, PROMPTS)
 
 
 @pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
@@ -97,16 +98,14 @@ def test_chunks_of_prompts_ride_with_decode_steps(name: str, scheduler: str) -> 
     """Seven tokens a step, cut anywhere: with keys as they are, that shows in nothing."""
     prompts = [text(3 + 5 * seed, seed) for seed in range(8)]
     with patched(models.family(name), "none") as model:
-        assert batched(model, prompts, max_batch_tokens=7, scheduler_type=scheduler) == [
-            alone(model, prompt) for prompt in prompts
-        ]
+        assert batched(model, prompts, max_batch_tokens=7, scheduler_type=scheduler) == each_alone(model, prompts)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_requests_that_starve_start_again(name: str) -> None:
     prompts = [text(PAGE - 4 - i, seed=i) for i in range(4)]
     with patched(long(name), "none") as model:
-        expected = [alone(model, prompt, 12) for prompt in prompts]
+        expected = each_alone(model, prompts, 12)
         assert batched(model, prompts, 12, num_blocks=scarce(model), max_batch_tokens=512) == expected
         # Too few for two requests at once.
         assert batched(model, prompts[:2], 12, num_blocks=4, max_batch_tokens=512) == expected[:2]
@@ -188,7 +187,7 @@ def test_what_others_left_in_memory_does_not_show() -> None:
     for name in KINDS:
         for preset in ("int8", "fp8", "int4-channel"):
             with patched(models.family(name), preset) as model:
-                expected = [alone(model, prompt) for prompt in PROMPTS]
+                expected = each_alone(model, PROMPTS)
                 with managed(model, num_blocks=32) as manager:
                     cache = manager.batch_processor.cache
                     cache.cache_tensor[cache.bytes_per_sector :].fill_(255)

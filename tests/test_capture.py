@@ -192,14 +192,18 @@ def test_latents(preset: str, device: str) -> None:
 STATEFUL = [name for name in models.FAMILIES if name in {*models.STATES, "jamba", "kimi_linear", "bailing_hybrid"}]
 
 
+@pytest.mark.full(
+    when=lambda pads, preset: (pads == (0,)) != (preset == "int8"),
+    reason="states know neither how keys are stored nor, in a step of one token, of padding",
+)
 @pytest.mark.parametrize("pads", [(0,), (3, 0, 5)], ids=["plain", "left_pad"])
+@pytest.mark.parametrize("preset", ["int8", "int4"])
 @pytest.mark.parametrize("family", STATEFUL)
-def test_states(family: str, pads: tuple[int, ...], device: str) -> None:
+def test_states(family: str, preset: str, pads: tuple[int, ...], device: str) -> None:
     """Those of another cache must not be read, so there are two calls with other prompts."""
     model = models.on(device, models.family(family))
-    for preset in ("int8", "int4"):
-        check_same(model, {"preset": preset}, inputs=left_padded(pads=pads))
-        check_same(model, {"preset": preset}, inputs=left_padded(tokens=12, pads=pads))
+    check_same(model, {"preset": preset}, inputs=left_padded(pads=pads))
+    check_same(model, {"preset": preset}, inputs=left_padded(tokens=12, pads=pads))
 
 
 @pytest.fixture(params=["qwen3_5_text", "falcon_h1"])

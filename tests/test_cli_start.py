@@ -160,6 +160,11 @@ STUB = """
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(members)
 
+    def instead_of_env(run, has_torch=False):
+        if not has_torch:  # which takes seconds to import
+            module("torch")
+        module("hf_kvquant.cli.env", run=run)
+
     class Finder:
         def find_spec(self, name, path=None, target=None):
             if name == MOMENT:
@@ -268,7 +273,7 @@ def test_work_that_is_interrupted(command: Command, what: str) -> None:
     run = f"""
     def run(args):
     {textwrap.indent(textwrap.dedent(WORK[what]), "        ")}
-    module("hf_kvquant.cli.env", run=run)
+    instead_of_env(run, has_torch={what == "the end of the process"})
     """
     first = textwrap.dedent(STUB.replace("MOMENT", "'none'")) + textwrap.dedent(run)
     process = command("env", first=first)
@@ -285,7 +290,7 @@ def test_work_tidies_up_and_what_was_printed_is_not_lost(command: Command) -> No
         finally:
             print("results")
             interrupt()
-    module("hf_kvquant.cli.env", run=run)
+    instead_of_env(run)
     """
     process = command("env", first=textwrap.dedent(STUB.replace("MOMENT", "'none'")) + textwrap.dedent(run))
     assert process.communicate() == ("results\n", LINE)

@@ -18,10 +18,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import models
 import pytest
 import torch
 from rich.console import Console
 from test_capture import Recorded
+from test_preflight import build
 
 from hf_kvquant import PRESETS, KVQuantCache
 from hf_kvquant.graphs import capture
@@ -42,37 +44,37 @@ TEXT = """
 FOUR_BITS = 4 * (16 + 32 * 4 // 128) + 4 * (16 + 4)
 
 
-@pytest.fixture
-def fidelity(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "evals"))
-    return importlib.import_module("fidelity")
+@pytest.fixture(scope="module")
+def fidelity() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "evals"))
+        yield importlib.import_module("fidelity")
 
 
-def run(
-    fidelity: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    folder: Path,
-    *more: str,
-) -> dict[str, Any]:
+def run(fidelity: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
     """The results of a short run; the JSON line and the file hold the same."""
     (folder / "text.raw").write_text(TEXT, encoding="utf-8")
     arguments = ["--data", str(folder / "text.raw"), "--window", "36", "--tokens", "60", "--chunk", "5"]
     arguments += ["--preset", "int8", "--preset", "int4-token", "--output", str(folder / "out.json")]
     arguments += more
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "evals" / "fidelity.py"), *arguments])
-    assert fidelity.main() == 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", [str(ROOT / "evals" / "fidelity.py"), *arguments])
+        assert fidelity.main() == 0
     results: dict[str, Any] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == results
+    assert json.loads(printed.getvalue().splitlines()[-1]) == results
     return results
 
 
-def test_results(
-    fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    results = run(fidelity, monkeypatch, capsys, tmp_path)
+@pytest.fixture(scope="module")
+def plain(fidelity: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of a run without more words."""
+    return run(fidelity, tmp_path_factory.mktemp("plain"))
+
+
+def test_results(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    results = plain
     assert results["command"].startswith("python evals/fidelity.py --data text.raw --window 36")
-    assert str(tmp_path) not in json.dumps(results)
+    assert str(tmp_path_factory.getbasetemp()) not in json.dumps(results)
     # 36 tokens, of which the last is only predicted and the first is the exact first chunk.
     assert results["scored_tokens"] == 2 * 34
     assert results["window_indices"][0] == 0 and len(results["window_indices"]) == 2
@@ -91,20 +93,17 @@ def test_results(
     assert presets["none"]["bytes_per_token"] == 7168 and presets["none"]["bits_per_value"] == 16
 
 
-def test_injection_and_calibration_are_told(
-    fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_injection_and_calibration_are_told(fidelity: ModuleType, plain: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text(
         40 * "Another text, of which there is enough to calibrate on.\n", encoding="utf-8"
     )
     hard = ["--inject-outliers", "--inject-bias", "--preset", "int4-token-untransformed"]
     calibrate = ["--calibrate", str(tmp_path / "other.txt"), "--calibrate-for", "int4-token"]
-    plain = run(fidelity, monkeypatch, capsys, tmp_path)
     assert plain["injected_outliers"] is plain["injected_bias"] is plain["calibration"] is None
-    injected = run(fidelity, monkeypatch, capsys, tmp_path, *hard)
+    injected = run(fidelity, tmp_path, *hard)
     assert injected["injected_outliers"] == {"pairs_per_head": 3, "factor": 10.0}
     assert injected["injected_bias"] == {"norm": 100.0} and injected["calibration"] is None
-    calibrated = run(fidelity, monkeypatch, capsys, tmp_path, *hard, *calibrate)
+    calibrated = run(fidelity, tmp_path, *hard, *calibrate)
     told = calibrated["calibration"]
     assert told["data"] == "other.txt" and len(told["data_sha256"]) == 64 and told["preset"] == "int4-token"
     assert 512 <= told["tokens"] <= 16384 and len(told["layers"]) == 7
@@ -124,8 +123,12 @@ def test_what_is_found_within_a_budget_is_measured(
     fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     other = tmp_path / "other.txt"
-    other.write_text(100 * "Another text, of which there is enough to find a config.\n", encoding="utf-8")
-    results = run(fidelity, monkeypatch, capsys, tmp_path, "--bits", "8.125", "--bits-text", str(other))
+    other.write_text(30 * "Another text, of which there is enough to find a config.\n", encoding="utf-8")
+    model = build(max_position_embeddings=2048)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 0.25  # so that rounding is far below what ways of feeding may differ by
+    folder = models.save(model, tmp_path / "model")
+    results = run(fidelity, tmp_path, "--model", folder, "--bits", "8.125", "--bits-text", str(other))
     assert list(results["presets"]) == ["none", "int8", "int4-token", "bits-8.125"]
     assert results["presets"]["bits-8.125"]["bits_per_value"] <= 8.125
     assert results["bits_text"]["text"] == "other.txt" and len(results["bits_text"]["sha256"]) == 64

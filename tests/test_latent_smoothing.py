@@ -34,6 +34,10 @@ def wrong_by(model: Any, preset: str) -> float:
     return float((found[0] - found[1]).norm())
 
 
+@pytest.mark.full(
+    when=lambda name, dtype: dtype == torch.bfloat16 and name not in ("minicpm3", "deepseek_v3"),
+    reason="factors are folded by one rule into the latents of all families",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", models.WITH_LATENTS)
 def test_no_bit_changes_and_errors_fall(name: str, dtype: torch.dtype) -> None:

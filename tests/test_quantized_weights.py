@@ -308,7 +308,12 @@ def test_tokens_of_the_unpatched_model(load: Callable[..., Any]) -> None:
     compare.assert_same(tokens_of(model), growing, "unpatched")
 
 
-@FEW
+@pytest.mark.full(
+    when=lambda load: (
+        load not in ("torchao int8", "bitsandbytes nf4", "quanto int8", "compressed-tensors w4a16", "gptq")
+    ),
+    reason="other formats of the same libraries, each of which is compiled for seconds",
+)
 def test_compiled_tokens_of_the_unpatched_model(load: Callable[..., Any]) -> None:
     model = load()
     static = tokens_of(model, cache_implementation="static", disable_compile=True)

@@ -303,6 +303,10 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str, prompt: d
     compare.assert_same(logits(output), logits(expected), "logits")
 
 
+@pytest.mark.full(
+    when=lambda family, preset: preset == ("int8", "int4-channel")[[*SLIDING].index(family) % 2],
+    reason="how a family makes keys and how a preset stores them meet in the cache alone",
+)
 @pytest.mark.parametrize("preset, prompt", [("int8", "short"), ("int4-token", "long"), ("int4-channel", "long")])
 @pytest.mark.parametrize("family", SLIDING)
 def test_presets_attend_to_what_the_reference_decodes(family: str, prompt: str, preset: str) -> None:
@@ -372,6 +376,10 @@ def test_generate_features(feature: str, config: Any) -> None:
     compare.assert_close(logits(output), logits(expected), bound, "logits")
 
 
+@pytest.mark.full(
+    when=lambda config, tokens: (config == "none") != (tokens == 4),
+    reason="a ring counts the tokens to take back, whatever they are stored as",
+)
 @pytest.mark.parametrize("tokens", [4, 30])
 @pytest.mark.parametrize(
     "config", ["none", {"preset": "int4-token", "layers": {1: "none"}}], ids=["none", "int4-token"]

@@ -56,7 +56,9 @@ from hf_kvquant_evals.measuring.pairs import PairCounter, count_pairs, pairs_of
 
 MAX_CACHE_LEN = 1100
 # Past the end of every ring, with chunks that a ring is too short for behind others.
-STEPS = (80, 1, 1, 7, *[1] * 130, 40, *[1] * 70, 260, 1, 300, 2)
+# Token by token over the end of a block (128), over where dense windows leave it (137, 198), and over the end of the
+# ring (256).
+STEPS = (80, 1, 1, 7, *[1] * 55, 40, *[1] * 20, 45, *[1] * 12, 30, *[1] * 6, 260, 1, 300, 2)
 PROMPT = left_padded(tokens=250, pads=(3, 0, 200))
 
 

@@ -129,6 +129,12 @@ def undisturbed(kind: str, preset: str, device: str) -> list[Tensor]:
 # --- forwards ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(
+    when=lambda preset, kind, layer, is_before: (
+        ([*PRESETS].index(preset) + KINDS.index(kind) + PLACES.index((layer, is_before))) % 2 == 1
+    ),
+    reason="every two of preset, kind and place meet in the others",
+)
 @places
 @kinds
 @presets
@@ -324,6 +330,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(
+    when=lambda preset, kind, way: ([*PRESETS].index(preset) + KINDS.index(kind) + [*WAYS].index(way)) % 2 == 1,
+    reason="every two of preset, kind and way meet in the others",
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["growing", "static", "sliding", "offloaded"])
 @pytest.mark.parametrize("preset", ["none", "int4-token", "int4-channel"])

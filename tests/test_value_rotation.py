@@ -96,6 +96,10 @@ def assert_refused(model: Any, error: type[Exception], message: str) -> None:
 # --- what is rotated --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(
+    when=lambda name, dtype: dtype != torch.float32 and name not in ("llama", "phi3", "gpt2", "falcon"),
+    reason="what is rounded depends on how projections lie in a weight, not on the family",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_logits_move_by_roundings_and_come_back(name: str, dtype: torch.dtype) -> None:
