@@ -177,7 +177,7 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     for name in (HOOK, *batching.HOOKS, _GENERATE, _COMPILED):
         model.__dict__.pop(name, None)
     notes_on(model).drop_buffers()
-    notes_on(model).why_unquantized = None
+    notes_on(model).why_unquantized, notes_on(model).chose_other = None, False
     keep(model, patch=patch)
     if patch is None:
         return
@@ -205,7 +205,7 @@ def unpatch(model: Model) -> Model:
     check_is_model(model, "unpatch")
     if patch_of(model) is None:
         raise ValueError(
-            f"unpatch: `model` must be patched, got an unpatched {type(model).__name__}. Call patch first."
+            f"unpatch: `model` must be patched, got an unpatched {type(model).__name__}. There is nothing to undo."
         )
     _unpatch(model)
     return model

@@ -90,6 +90,7 @@ class Report:
         environment: What is installed, as `hf-kvquant env` shows it.
         unused: Why the last call of `generate` used no cache of this package although it should have; empty if it did,
             or was asked to use another. The layers are then reported as that call left them.
+        chose_other: Whether the last call asked for another cache, or for none, which the layers do not describe.
         unpatched_parts: The parts of the model that generate over caches of their own, which are not quantised.
         rounding: What the checkpoint's own scales do to keys and values before the cache gets them; empty for nothing.
     """
@@ -100,6 +101,7 @@ class Report:
     cost: str
     environment: Mapping[str, str]
     unused: str = ""
+    chose_other: bool = False
     unpatched_parts: tuple[str, ...] = ()
     rounding: str = ""
 
@@ -141,7 +143,10 @@ class Report:
     def _notes(self) -> list[str]:
         """Sentences below the table."""
         parts = [f"{part} generates over a cache of its own, unquantised." for part in self.unpatched_parts]
-        return [*parts, *filter(None, [self.rounding, self.cost])]
+        other = (
+            "The last call of generate asked for another cache, or for none: this is not about it." * self.chose_other
+        )
+        return [*parts, *filter(None, [other, self.rounding, self.cost])]
 
 
 def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:
@@ -229,6 +234,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         cost=_cost(model, config),
         environment=environment(),
         unused=unused,
+        chose_other=cache is None and notes_on(model).chose_other,
         unpatched_parts=() if patch is None else tuple(unpatched),
         rounding=_rounding(model),
     )

@@ -128,6 +128,7 @@ class ModelNotes:
         preflights: What pre-flights have measured, each with the calibration that the model had then.
         calls: The calls of `generate` that are running (`generate/watch.py`).
         why_unquantized: Why the last of them used no cache of ours; `None` if it did, or asked for none.
+        chose_other: Whether the last of them asked for another cache, or for none.
         is_told: Whether the log says that the model attends to dequantised tensors.
         keeps_attention: Whether the model has been found not to let its attention implementation be set.
     """
@@ -146,6 +147,7 @@ class ModelNotes:
         self.preflights: list[tuple[tuple[Any, ...], Any]] = []
         self.calls: list[Any] = []
         self.why_unquantized: str | None = None
+        self.chose_other = False
         self.is_told = False
         self.keeps_attention = False
 

@@ -395,6 +395,7 @@ USER = {"role": "user", "content": "x"}
         ({"prompt": "a", "messages": [USER]}, "the line must have either `prompt` or `messages`, got both."),
         ({"prompt": 3}, "`prompt` must be text, got int."),
         ({"prompt": " \n"}, "`prompt` must be text, got white space."),
+        ({"prompt": "a", "stop": ["b"]}, "there is no setting 'stop'. Lines in OpenAI's form have it in their body."),
         ({"prompt": "a", "max_new_token": 3}, "there is no setting 'max_new_token'. Did you mean 'max_new_tokens'?"),
         ({"prompt": "a", "max_new_tokens": 0}, "`max_new_tokens` must be a number of tokens from 1, got 0."),
         ({"prompt": "a", "max_new_tokens": True}, "`max_new_tokens` must be a number of tokens from 1, got True."),

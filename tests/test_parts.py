@@ -303,7 +303,11 @@ def test_calls_that_choose_their_cache_are_left_alone(
     given = {} if own is None else with_cache(own())
     with caplog.at_level(logging.WARNING):
         greedy(model, left_padded(), **options, **given)
-    assert not caplog.records and not report(model).unused
+        result, chose_other = report(model), "num_beams" not in options
+        greedy(model, left_padded())
+    assert not caplog.records and not result.unused
+    assert result.chose_other == chose_other == ("asked for another cache, or for none" in str(result))
+    assert not report(model).chose_other, "of the last call"
 
 
 @pytest.mark.parametrize(

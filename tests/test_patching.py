@@ -97,7 +97,7 @@ def test_the_default_preset_is_int8() -> None:
 
 
 def test_unpatch_refuses_an_unpatched_model() -> None:
-    message = "unpatch: `model` must be patched, got an unpatched LlamaForCausalLM. Call patch first."
+    message = "unpatch: `model` must be patched, got an unpatched LlamaForCausalLM. There is nothing to undo."
     with pytest.raises(ValueError, match=re.escape(message)):
         unpatch(models.llama())
 

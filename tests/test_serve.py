@@ -271,7 +271,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "`messages` must each have a text, or a list of texts",
         ),
-        (CHAT, {"messages": HELLO, "stop": [""]}, "`stop` must be a text, or a list of up to 16 texts, got ['']."),
+        (
+            CHAT,
+            {"messages": HELLO, "stop": [""]},
+            "`stop` must be a text that is not empty, or a list of up to 16 of these, got [''].",
+        ),
         (
             CHAT,
             {"messages": HELLO, "echo": True},

@@ -381,7 +381,8 @@ def test_generate_says_what_to_crop_behind_a_reply_that_ended_early(
         held = PROMPT + 2 + (layer == 3 and not is_before)
         assert str(raised.value) == (
             f"generate: `input_ids` must have tokens after the {held} that `{CACHE}` holds, got {PROMPT} in "
-            f"all, padding included. Call crop({PROMPT - 1 - held}) on the cache to continue from them, or reset it."
+            "all, padding included. Reset the cache, or pass a new one, for another text. If it holds these tokens, "
+            f"call crop({PROMPT - 1 - held}) on it to continue from them."
         )
         check_level(cache, held)
         if kind == "sliding":  # a growing window that is full takes nothing back at the user's wish

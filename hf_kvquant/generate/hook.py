@@ -259,7 +259,8 @@ def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
         return
     raise ValueError(
         f"generate: `input_ids` must have tokens after the {held} that `{CACHE}` holds, got {tokens} in all, "
-        f"padding included. Call crop({tokens - 1 - held}) on the cache to continue from them, or reset it."
+        "padding included. Reset the cache, or pass a new one, for another text. If it holds these tokens, call "
+        f"crop({tokens - 1 - held}) on it to continue from them."
     )
 
 

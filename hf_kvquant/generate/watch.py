@@ -36,10 +36,15 @@ class Call:
     caches: list[KVQuantCache] = dataclasses.field(default_factory=list)
     why_other: str | None = None
 
+    @property
+    def chose_other(self) -> bool:
+        """Whether it has another cache, or none, because it asked for that."""
+        return self.why_other is not None and self.is_choice
+
     def why_unquantized(self) -> str | None:
         """Why no cache of ours holds its tokens; `None` if one does, or none was asked for."""
         if self.why_other is not None:
-            return None if self.is_choice else self.why_other
+            return None if self.chose_other else self.why_other
         if not self.caches:
             return "its generate asks for no cache"
         held = [storage for cache in self.caches for storage in cache.storages]
@@ -63,7 +68,7 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     finally:
         for each in notes:
             each.calls.remove(call)
-    notes[0].why_unquantized = call.why_unquantized()
+    notes[0].why_unquantized, notes[0].chose_other = call.why_unquantized(), call.chose_other
     if is_outer and notes[0].why_unquantized is not None:
         _log_unquantized(type(model).__name__, notes[0].why_unquantized)
     return result

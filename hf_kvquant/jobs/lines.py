@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import BadLine, RefusedRequest, did_you_mean
-from ..serving.fields import CHAT, COMPLETION, Parameters, parameters_of
+from ..serving.fields import CHAT, COMPLETION, FIELDS, Parameters, parameters_of
 
 SAMPLING = ("temperature", "top_p", "top_k")
 _OURS = ("id", "prompt", "messages", "max_new_tokens", *SAMPLING)
@@ -80,7 +80,8 @@ def _read(line: bytes) -> dict[str, Any]:
 def _own_job(job: Job, item: Mapping[str, Any]) -> Job:
     for name in item:
         if name not in _OURS:
-            raise BadLine(f"there is no setting '{name}'.{did_you_mean(name, _OURS)}")
+            hint = " Lines in OpenAI's form have it in their body." if name in FIELDS else did_you_mean(name, _OURS)
+            raise BadLine(f"there is no setting '{name}'.{hint}")
     if ("prompt" in item) == ("messages" in item):
         found = "both" if "prompt" in item else "neither"
         raise BadLine(f"the line must have either `prompt` or `messages`, got {found}")

@@ -70,7 +70,7 @@ def without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
 
 def _elsewhere() -> Field:
     """A field that another one has replaced."""
-    return Field("left out; `structured_outputs` does the same", lambda value: False, BOTH, False)
+    return Field("left out in favour of `structured_outputs`", lambda value: False, BOTH, False)
 
 
 def note(routes: tuple[str, ...] = BOTH) -> Field:
@@ -133,7 +133,7 @@ FIELDS: dict[str, Field] = {
     "max_tokens": _LENGTH,
     "max_completion_tokens": _LENGTH,
     "n": Field(f"an integer from 1 to {MAX_CHOICES}", lambda value: _is_integer(value, 1, MAX_CHOICES)),
-    "stop": Field(f"a text, or a list of up to {MAX_STOPS} texts", _is_stop),
+    "stop": Field(f"a text that is not empty, or a list of up to {MAX_STOPS} of these", _is_stop),
     "stream": Field("true or false", _is_bool),
     "stream_options": Field("an object with `include_usage`", _is_options_of_stream),
     "echo": Field("true or false", _is_bool, (COMPLETION,)),
