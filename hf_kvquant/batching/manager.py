@@ -90,8 +90,15 @@ class Processor(ContinuousBatchProcessor):
         """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
 
         Raises:
-            ValueError: It has no token, or more than all pages hold, or may get no new one, or an end token too early.
+            ValueError: It has no token, or more than all pages hold, or may get no new one, or an end token too early;
+                or another request has its id.
         """
+        scheduler = self.scheduler
+        if state.request_id in scheduler.active_requests or state.request_id in scheduler.waiting_requests:
+            raise ValueError(
+                "continuous batching: `request_id` must be unique among requests that have not finished, got "
+                f"{state.request_id!r} again. Pass another, or none."
+            )
         num_tokens, room = len(state.initial_tokens), self.cache.room
         if not 0 < num_tokens <= room:
             raise ValueError(
