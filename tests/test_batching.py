@@ -1032,6 +1032,34 @@ def test_a_prompt_that_never_fits_gets_an_error_of_its_own(
             assert answers(manager, [text(room - 20)])
 
 
+@pytest.mark.parametrize("token", [-1, models.VOCAB_SIZE])
+def test_a_token_that_the_model_does_not_have_fails_its_request_alone(token: int) -> None:
+    message = f"must have token ids from 0 to {models.VOCAB_SIZE - 1}, which the model has, got {token}."
+    with patched(models.llama(), "int8") as model:
+        expected = alone(model, PROMPTS[0])
+        with managed(model) as manager:
+            manager.start()
+            bad, good = manager.add_request([5, token]), manager.add_request(PROMPTS[0])
+            results = {each.request_id: each for each in (next_result(manager) for _ in range(2))}
+            assert message in results[bad].error
+            assert results[good].error is None and results[good].generated_tokens == expected
+
+
+def test_the_id_of_a_request_is_taken_until_it_ends() -> None:
+    message = "`request_id` must be unique among requests that have not finished, got 'mine' again."
+    with patched(models.llama(), "int8") as model:
+        expected = [alone(model, prompt) for prompt in PROMPTS[:2]]
+        with managed(model) as manager:
+            for prompt in PROMPTS[:2]:  # before the start, so that the first has not finished
+                manager.add_request(prompt, request_id="mine")
+            manager.start()
+            refused, finished = next_result(manager), next_result(manager)
+            assert message in refused.error
+            assert finished.error is None and finished.generated_tokens == expected[0]
+            manager.add_request(PROMPTS[1], request_id="mine")
+            assert next_result(manager).generated_tokens == expected[1]
+
+
 @FEW_PAGES
 def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: str, num_blocks: int, num_pages: int) -> None:
     """It has its tokens so far. Another that had to wait for its pages goes on."""

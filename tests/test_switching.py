@@ -101,6 +101,20 @@ def test_a_cache_that_the_user_passes() -> None:
     unpatch(model)
 
 
+@pytest.mark.parametrize("with_ids", [True, False], ids=["and ids", "alone"])
+def test_embeddings_in_place_of_tokens(with_ids: bool) -> None:
+    model = build("phi3")
+    ids = prompt(9)
+    inputs = {"inputs_embeds": model.get_input_embeddings()(ids["input_ids"]), "attention_mask": ids["attention_mask"]}
+    inputs |= {"input_ids": ids["input_ids"]} if with_ids else {}
+    expected = greedy(model, inputs)  # ends before the switch
+    with patched(model, "none"):
+        output = greedy(model, inputs)
+    assert isinstance(cache_of(output), KVQuantCache)
+    compare.assert_same(output.sequences, expected.sequences, "sequences")
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
 def test_the_flag_on_a_model_that_is_not_patched() -> None:
     model = build("phi3")
     enable()

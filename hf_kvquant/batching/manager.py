@@ -90,13 +90,26 @@ class Processor(ContinuousBatchProcessor):
         """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
 
         Raises:
-            ValueError: It has no token, or more than all pages hold, or may get no new one, or an end token too early.
+            ValueError: It has no token, or more than all pages hold, or one that the model does not have, or may get no
+                new one, or an end token too early; or another request has its id.
         """
+        scheduler, vocab_size = self.scheduler, text_config_of(self._model).vocab_size
+        if state.request_id in scheduler.active_requests or state.request_id in scheduler.waiting_requests:
+            raise ValueError(
+                "continuous batching: `request_id` must be unique among requests that have not finished, got "
+                f"{state.request_id!r} again. Pass another, or none."
+            )
         num_tokens, room = len(state.initial_tokens), self.cache.room
         if not 0 < num_tokens <= room:
             raise ValueError(
                 f"continuous batching: a prompt must have from 1 to {room} tokens, as many as all pages hold, got "
                 f"{num_tokens}. Shorten it, or set a larger `num_blocks` in the ContinuousBatchingConfig."
+            )
+        foreign = [token for token in state.initial_tokens if not 0 <= token < vocab_size]
+        if foreign:
+            raise ValueError(
+                f"continuous batching: a prompt must have token ids from 0 to {vocab_size - 1}, which the model has, "
+                f"got {foreign[0]}. Was it made by the tokenizer of another model?"
             )
         if state.max_new_tokens is not None and state.max_new_tokens < 1:
             raise ValueError(

@@ -33,9 +33,16 @@ def unpatch(model: Any) -> None:
         del model.__dict__[_METHOD]
 
 
-def _prepare_inputs(model: Any, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-    """Replaces `prepare_inputs_for_generation`; same arguments and results, but that a cache of ours stays."""
+def _prepare_inputs(
+    model: Any, input_ids: Tensor, *, inputs_embeds: Tensor | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Replaces `prepare_inputs_for_generation`; same arguments and results, but that a cache of ours stays.
+
+    `generate` takes embeddings only from models whose method names them.
+    """
     prepare, cache = getattr(type(model), _METHOD), kwargs.get(CACHE)
+    if inputs_embeds is not None:
+        kwargs["inputs_embeds"] = inputs_embeds
     inputs: dict[str, Any] = prepare(model, input_ids, **kwargs)
     if not isinstance(cache, KVQuantCache) or inputs.get(CACHE) is not None:
         return inputs
