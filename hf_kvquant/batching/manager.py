@@ -105,12 +105,12 @@ class Processor(ContinuousBatchProcessor):
                 f"continuous batching: a prompt must have from 1 to {room} tokens, as many as all pages hold, got "
                 f"{num_tokens}. Shorten it, or set a larger `num_blocks` in the ContinuousBatchingConfig."
             )
-        foreign = [token for token in state.initial_tokens if not 0 <= token < vocab_size]
-        if foreign:
-            raise ValueError(
-                f"continuous batching: a prompt must have token ids from 0 to {vocab_size - 1}, which the model has, "
-                f"got {foreign[0]}. Was it made by the tokenizer of another model?"
-            )
+        for token in (min(state.initial_tokens), max(state.initial_tokens)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"continuous batching: a prompt must have token ids from 0 to {vocab_size - 1}, which the model "
+                    f"has, got {token}. Was it made by the tokenizer of another model?"
+                )
         if state.max_new_tokens is not None and state.max_new_tokens < 1:
             raise ValueError(
                 "continuous batching: `max_new_tokens`, or else `max_length` without the prompt, must be at least 1, "
