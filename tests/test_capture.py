@@ -998,7 +998,7 @@ def test_steps_that_are_interrupted(
     assert [storage.length for storage in cache.storages] == [held] * 2
     if runs != 1 or device == "cuda":  # what takes a graph's place runs while it is recorded
         assert [int(storage.lengths.max()) for storage in cache.storages] == [held] * 2
-    with pytest.raises(ValueError, match=rf"Call crop\({8 - held}\) on the cache"):
+    with pytest.raises(ValueError, match=rf"call crop\({8 - held}\) on it"):
         generated(model, config, **with_cache(cache))
     cache.crop(8 - held)
     compare.assert_same(generated(model, config, **with_cache(cache)), expected.cpu(), "sequences")
@@ -1021,7 +1021,7 @@ def test_a_first_step_that_ends_in_the_middle(model: Any, is_before: bool) -> No
         generated(model, config, **with_cache(cache))
     handle.remove()
     assert [storage.length for storage in cache.storages] == [10, 9]
-    with pytest.raises(ValueError, match=r"Call crop\(-1\) on the cache"):
+    with pytest.raises(ValueError, match=r"call crop\(-1\) on it"):
         generated(model, config, **with_cache(cache))
     assert [storage.length for storage in cache.storages] == [9, 9]
     cache.crop(-1)
