@@ -12,9 +12,9 @@
 namespace hf_kvquant::cuda {
 namespace {
 
-// The fewest query rows of a key-value head for which the chunk kernel is faster (H200, 2026-11): where the attention
-// kernel would read the codes more than twice. Where scores change, which the kernel for few rows has no code for, more
-// than four times, but for short caches, of which the start of the kernel for many rows takes most.
+// The fewest query rows of a key-value head for which the chunk kernels are faster (H200, 2026-11). That for few rows:
+// where the attention kernel would read the codes more than twice. That for many: more than four times, but for short
+// caches, of which its start takes most.
 constexpr int kMinFewRows = 33, kMinChunkRows = 65, kMinChunkRowsOfShort = 128, kShortCapacity = 8192;
 constexpr int kUnitChannels = 16;  // that a thread of it takes at a time
 
@@ -152,7 +152,7 @@ namespace {
 
 int min_chunk_rows(const DecodeParams& params) {
   if (params.is_chunk) return 1;
-  if (!changes_scores(params)) return kMinFewRows;
+  if (num_rows_of(params) <= kMostFewRows && !changes_scores(params)) return kMinFewRows;
   return params.capacity < kShortCapacity ? kMinChunkRowsOfShort : kMinChunkRows;
 }
 

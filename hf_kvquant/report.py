@@ -143,10 +143,9 @@ class Report:
     def _notes(self) -> list[str]:
         """Sentences below the table."""
         parts = [f"{part} generates over a cache of its own, unquantised." for part in self.unpatched_parts]
-        other = (
-            "The last call of generate asked for another cache, or for none: this is not about it." * self.chose_other
-        )
-        return [*parts, *filter(None, [other, self.rounding, self.cost])]
+        if self.chose_other:
+            parts.append("The last call of generate asked for another cache, or for none: this is not about it.")
+        return [*parts, *filter(None, [self.rounding, self.cost])]
 
 
 def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:

@@ -400,7 +400,7 @@ def test_chunks_begin_where_contributing_says() -> None:
     names = "kMinFewRows", "kMinChunkRows", "kMinChunkRowsOfShort"
     few, rows, short = re.search(", ".join(f"{name} = (\\d+)" for name in names), source).groups()  # type: ignore[union-attr]
     text = " ".join(CONTRIBUTING.split())
-    assert f"From {few} query rows on" in text and f"from {rows} on ({short} in short contexts)" in text
+    assert f"From {rows} query rows on ({short} in short contexts)" in text and f"from {few} to 64 without" in text
 
 
 def test_batching_serves_every_preset_as_its_pages_say() -> None:
