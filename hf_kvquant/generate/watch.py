@@ -44,7 +44,7 @@ class Call:
     def why_unquantized(self) -> str | None:
         """Why no cache of ours holds its tokens; `None` if one does, or none was asked for."""
         if self.why_other is not None:
-            return None if self.chose_other else self.why_other
+            return None if self.is_choice else self.why_other
         if not self.caches:
             return "its generate asks for no cache"
         held = [storage for cache in self.caches for storage in cache.storages]
