@@ -71,6 +71,17 @@ def test_dense_windows_and_transforms(engine: str, way: str, preset: str, kind: 
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4-channel"])
+def test_a_sequence_of_which_nothing_is_stored(engine: str, way: str, preset: str) -> None:
+    """Few rows, many, and streamed tiles. Kernels make no tile of no tokens, and whatever memory held is no result."""
+    for q_len in (40, 150, 2100):
+        case = Case(PRESETS[preset], 64, torch.bfloat16, 1, q_len, (q_len, q_len + 100), None, 1, capacity=2304)
+        if engine == "cuda":  # what a call allocates next, small and large
+            held = [torch.full((size,), torch.nan, device=engine) for size in (*[1 << 17] * 16, *[1 << 22] * 8)]
+            del held
+        run_decode(engine, case, own=own_of(case))
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4-channel"])
 def test_other_head_dims(engine: str, way: str, preset: str) -> None:
     for head_dim, value_dim in ((256, 256), (192, 128), (72, 72), (64, 32)):
         case = Case(PRESETS[preset], head_dim, torch.bfloat16, 2, 64, (300, 64), None, 1, value_dim, capacity=384)

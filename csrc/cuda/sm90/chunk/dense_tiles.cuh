@@ -35,7 +35,8 @@ struct DenseTiles {
     end_of_first = has_first ? (min(tail.start + tail.dense_first, num_tokens) + kTileTokens - 1) / kTileTokens : first;
     end = (num_tokens + kTileTokens - 1) / kTileTokens;
     const int begin = min(tail.begin, num_stored);
-    newest = begin < num_tokens ? begin / kTileTokens : end;
+    // Thread blocks have a step even where there is no token: such a tile is no dense one, since nobody fills it.
+    newest = begin < num_tokens ? begin / kTileTokens : max(end, 1);
   }
 
   __device__ __forceinline__ bool has(int step) const {
