@@ -53,7 +53,7 @@ def main() -> None:
     prompts = prompts_of(arguments.prompts)
     longest = max(len(tokenizer(prompt).input_ids) for prompt in prompts)
     length = longest + arguments.max_new_tokens
-    hf_kvquant.patch(model, {"preset": arguments.preset, "max_cache_len": length, "capture": device == "cuda"})
+    hf_kvquant.patch(model, arguments.preset, max_cache_len=length, capture=device == "cuda")
 
     answers: list[str] = []
     num_tokens, start = 0, time.perf_counter()

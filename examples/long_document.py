@@ -39,7 +39,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, device_map=device)
-    hf_kvquant.patch(model, {"preset": arguments.preset, "offloading": device == "cuda"})
+    hf_kvquant.patch(model, arguments.preset, offloading=device == "cuda")
 
     question = tokenizer("\n\n" + arguments.question, add_special_tokens=False, return_tensors="pt").input_ids
     document = tokenizer(arguments.document.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids

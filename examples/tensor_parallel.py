@@ -49,7 +49,7 @@ def main() -> None:
     inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
 
     # Graphs must be gone before the processes part: NCCL waits for them. So the model is unpatched first.
-    with hf_kvquant.patched(model, {"preset": arguments.preset, "capture": has_gpus}):
+    with hf_kvquant.patched(model, arguments.preset, capture=has_gpus):
         output = model.generate(**inputs, max_new_tokens=arguments.max_new_tokens, do_sample=False)
     if rank == 0:
         print(tokenizer.decode(output[0], skip_special_tokens=True))

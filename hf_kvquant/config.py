@@ -176,12 +176,17 @@ class KVQuantConfig(Formats):
         return approved
 
     @classmethod
-    def resolve(cls, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> KVQuantConfig:
-        """Make a config from a preset's name or a dictionary; a config is returned unchanged."""
+    def resolve(cls, preset_or_config: str | KVQuantConfig | Mapping[str, Any], **options: Any) -> KVQuantConfig:
+        """Make a config from a preset's name, with options, or a dictionary; a config is returned unchanged."""
+        if options and not isinstance(preset_or_config, str):
+            raise TypeError(
+                f"KVQuantConfig: options such as `{next(iter(options))}` must come with a preset's name, got "
+                f"{type(preset_or_config).__name__}. Put them in there."
+            )
         if isinstance(preset_or_config, KVQuantConfig):
             return preset_or_config
         if isinstance(preset_or_config, str):
-            return cls.from_preset(preset_or_config)
+            return cls.from_preset(preset_or_config, **options)
         if isinstance(preset_or_config, Mapping):
             return cls.from_dict(preset_or_config)
         raise TypeError(

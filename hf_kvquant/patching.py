@@ -63,6 +63,7 @@ def patch(
     preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET,
     *,
     checkpoint_rounding: bool = True,
+    **options: Any,
 ) -> Model:
     """Make `model.generate` keep keys and values as codes and attend to them directly.
 
@@ -87,6 +88,7 @@ def patch(
         checkpoint_rounding: Whether a checkpoint of compressed-tensors with a `kv_cache_scheme` goes on rounding keys
             and values to its own scales before they are quantised. `False` leaves that out until `unpatch`, and also
             the rounding of queries if the checkpoint has it.
+        **options: With a preset's name, those of `KVQuantConfig.from_preset`, such as `residual_length`.
 
     Returns:
         The same model.
@@ -99,9 +101,9 @@ def patch(
     Example:
         >>> hf_kvquant.patch(model, "int4")
         >>> model.generate(**inputs, max_new_tokens=100)
-        >>> hf_kvquant.patch(model, {"preset": "int4", "capture": True})  # decode steps as CUDA graphs
+        >>> hf_kvquant.patch(model, "int4", capture=True)  # decode steps as CUDA graphs
     """
-    config = KVQuantConfig.resolve(preset_or_config)
+    config = KVQuantConfig.resolve(preset_or_config, **options)
     check_patchable(model, config)
     if config.capture:
         check_release("patch", "graphs")
@@ -225,6 +227,7 @@ def patched(
     preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET,
     *,
     checkpoint_rounding: bool | None = None,
+    **options: Any,
 ) -> Iterator[Model]:
     """`patch` within a `with` block. Afterwards the model is as it was before, patched or not.
 
@@ -235,7 +238,7 @@ def patched(
     before = [patch_of(each) for each in models]
     if checkpoint_rounding is None:
         checkpoint_rounding = before[0] is None or not before[0].unrounded
-    patch(model, preset_or_config, checkpoint_rounding=checkpoint_rounding)
+    patch(model, preset_or_config, checkpoint_rounding=checkpoint_rounding, **options)
     try:
         yield model
     finally:

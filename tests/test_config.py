@@ -572,6 +572,18 @@ def test_resolve_refuses() -> None:
     )
 
 
+def test_options_are_those_of_a_preset() -> None:
+    expected = KVQuantConfig.from_preset("int4", residual_length=64, static=True)
+    assert KVQuantConfig.resolve("int4", residual_length=64, static=True) == expected
+    for config, kind in (({"preset": "int4"}, "dict"), (expected, "KVQuantConfig")):
+        with pytest.raises(TypeError) as caught:
+            KVQuantConfig.resolve(config, residual_length=64)
+        assert str(caught.value) == (
+            "KVQuantConfig: options such as `residual_length` must come with a preset's name, "
+            f"got {kind}. Put them in there."
+        )
+
+
 def test_from_preset_refuses_unknown_options() -> None:
     with pytest.raises(ValueError) as caught:
         KVQuantConfig.from_preset("int4-token", max_cache_length=64)

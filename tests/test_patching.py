@@ -90,6 +90,17 @@ def test_patching_twice_replaces_the_config() -> None:
     assert patch_of(model) is None
 
 
+def test_options_of_a_preset_may_be_arguments() -> None:
+    model, config = models.build("llama"), KVQuantConfig.from_preset("int4", residual_length=64)
+    with patched(model, "int4", residual_length=64):
+        assert cache_of(greedy(model, left_padded())).quant_config == config
+    patch(model, "int4", residual_length=64)
+    assert cache_of(greedy(model, left_padded())).quant_config == config
+    with pytest.raises(ValueError, match=r"'residual_lenght'\. Did you mean 'residual_length'\?"):
+        patch(model, "int4", residual_lenght=4)
+    assert cache_of(greedy(model, left_padded())).quant_config == config
+
+
 def test_the_default_preset_is_int8() -> None:
     model = models.build("llama")
     patch(model)

@@ -293,6 +293,8 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStore]) -> tuple[int,
 
 def _checked_target(where: str, path: str | os.PathLike[str], overwrite: bool) -> str:
     """The path to write to, with symbolic links resolved."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{where}: `path` must be a path, got {type(path).__name__}. The model comes after it.")
     name = os.fspath(path)
     folder = os.path.dirname(os.path.realpath(name))
     if not os.path.isdir(folder):
