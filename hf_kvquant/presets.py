@@ -58,10 +58,10 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
 }
 # Dense tokens that belong to a preset, first and newest. All others attend to the first, and errors of the newest cost
 # most: on a real model, 4 + 28 of them cut the divergence of `int4-channel` by four fifths, and of `k8v4` by nine
-# tenths; 4 + 12 cut that of `int8` by four fifths (docs/presets.md). 28 and not 32, since GPU kernels read 16 dense tokens
-# at a time, and 4 + 28 are two times 16, 4 + 12 are 16. They make a decode step of `k8v4` 2 to 10 % longer, and of `int8`
-# 2 % (H200, 64 sequences of 8,192 and of 1,024 tokens; 8,192). Two bits need more: with none, `int2` diverges fifteen
-# times as much as `int4-token` on the reference model (docs/recipes.md).
+# tenths; 4 + 12 cut that of `int8` by four fifths (docs/presets.md). GPU kernels read 16 dense tokens at a time. 32
+# make a decode step of `k8v4` 2 to 10 % longer (H200, 64 sequences of 8,192 and of 1,024 tokens), 16 one of `int8` 2 %
+# (of 8,192). Two bits need more: with none, `int2` diverges fifteen times as much as `int4-token` on the reference
+# model (docs/recipes.md).
 _FOUR_AND_FEW = {"sink_length": 4, "residual_length": 12}
 _FOUR_AND_SOME = {"sink_length": 4, "residual_length": 28}
 _FOUR_AND_MANY = {"sink_length": 4, "residual_length": 128}
@@ -191,7 +191,7 @@ def preset_formats(preset: str) -> LayerFormats:
 
 
 def windows_of(preset: str | None, key: KVFormat, value: KVFormat) -> dict[str, int]:
-    """The dense tokens of a preset, by the names of `WINDOWS`; of the default one if formats are its and none is named."""
+    """Dense tokens of a preset, by the names of `WINDOWS`; if none is named and formats are its, of the default one."""
     if preset is None and (key, value) == PRESETS[DEFAULT_PRESET]:
         preset = DEFAULT_PRESET
     return {} if preset is None else PRESET_WINDOWS.get(preset, {})
