@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from parts import Cell, Part, Results, Row, Table, Text, of, origin
+from render_quality import bare_note, found
 from render_recipes import BITS, DISTANCE, NAME, TASKS, drift_caption, drift_table, first_of, recipes, task_caption
 
 from hf_kvquant import PRESETS
@@ -21,7 +22,7 @@ from hf_kvquant_evals.recipes.results import accuracy_change, log_likelihood_cha
 MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense windows, and each without: first and newest tokens follow the name.
 WITH_WINDOWS = ("int4-token", "int4-token:4+32", "int4-token:4+124", "int4-channel", "int4", "int4:4+124")
-WITH_WINDOWS += ("k8v4:0+0", "k8v4", "int8", "int8:4+0", "int8:4+12")
+WITH_WINDOWS += ("k8v4:0+0", "k8v4", "int8:0+0", "int8:4+0", "int8")
 # Of positions. Parts of a window are a sixteenth of it, so there can be no more.
 POSITION_RANGES = 5
 
@@ -37,7 +38,7 @@ def preset_rows(files: Results) -> list[Row]:
     others = {name: files[name]["presets"] for name in ("real_generate_calibrated", "real_chunks")}
     others["answers"] = files["recipes_real"]["runs"]["tasks"]["recipes"]
     return [
-        {**row, "preset": name, **{other: found.get(name) for other, found in others.items()}}
+        {**row, "preset": name, **{other: found(measured, name) for other, measured in others.items()}}
         for name, row in measured_presets(files).items()
         if name != UNQUANTIZED
     ]
@@ -80,13 +81,16 @@ caption = Text(
     "head_dim is 64, so bits are a little higher than with 128. Calibrated: smoothed on other text, on {calibrated}. "
     "In chunks: {real_chunks.chunk} tokens at a time from the first one on, windows of {real_chunks.window:,} "
     "({real_chunks.scored_tokens:,} tokens, on {chunks}). Zero-shot: the change of accuracy, ± one standard error, of "
-    "{answered.tasks.num_items} items behind text (`docs/recipes.md`), on {tasks.gpu|tasks.cpu}.",
+    "{answered.tasks.num_items} items behind text (`docs/recipes.md`), on {tasks.gpu|tasks.cpu}.{bare}",
     origin("real_generate", of="real_generate.", more=" and files beside it"),
     reads=reads("real_generate"),
     calibrated=where("real_generate_calibrated"),
     chunks=where("real_chunks"),
     tasks=lambda files: files["recipes_real"]["runs"]["tasks"],
     answered=lambda files: first_of("tasks")(files["recipes_real"]),
+    bare=lambda files: bare_note(
+        "Zero-shot", files["recipes_real"]["runs"]["tasks"]["recipes"], measured_presets(files)
+    ),
 )
 
 

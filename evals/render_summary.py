@@ -8,7 +8,7 @@ import render_weights
 from parts import Part, Results, Row, Table, Text, at
 from pictures import SUMMARY_PRESETS
 from render_decode import shown_cases
-from render_quality import bare_note, found, speedups
+from render_quality import MEASURED_BARE, bare_note, found, speedups
 
 
 def gpu_case(files: Results) -> Row:
@@ -68,7 +68,7 @@ summary_caption = Text(
     "dash: not measured.{bare}",
     case=gpu_case,
     article=lambda files: "an" if files["cpu_decode"]["cpu"][0] in "AEIOU" else "a",
-    bare=lambda files: bare_note("Attention", speedups(gpu_case(files)), SUMMARY_PRESETS),
+    bare=lambda files: bare_note("Attention", speedups(gpu_case(files)), SUMMARY_PRESETS, MEASURED_BARE),
 )
 PARTS = (
     Part(

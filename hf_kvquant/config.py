@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from .presets import (
     DEFAULT_PRESET,
@@ -23,6 +23,7 @@ from .presets import (
     check_keys,
     layer_formats,
     layer_from,
+    windows_of,
 )
 from .spec.formats import KVFormat
 
@@ -45,7 +46,7 @@ class KVQuantConfig(Formats):
     """Settings of a model's quantised key-value cache.
 
     `key`, `value`, `transforms`, `sink_length` and `residual_length` are as in `LayerFormats`, for every layer that
-    `layers` does not name.
+    `layers` does not name. The last two are by default those of preset `int8` with its formats, and 0 with others.
 
     Attributes:
         layers: Per-layer overrides, by layer index.
@@ -68,6 +69,8 @@ class KVQuantConfig(Formats):
 
     key: KVFormat = PRESETS[DEFAULT_PRESET][0]
     value: KVFormat = PRESETS[DEFAULT_PRESET][0]
+    sink_length: int = cast(Any, None)
+    residual_length: int = cast(Any, None)
     layers: Mapping[int, LayerFormats] = dataclasses.field(default_factory=dict)
     sliding: bool = True
     static: bool = False
@@ -77,6 +80,10 @@ class KVQuantConfig(Formats):
     state_dtype: str | None = None
 
     def __post_init__(self) -> None:
+        windows = windows_of(None, self.key, self.value)
+        for name in WINDOWS:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, windows.get(name, 0))
         super().__post_init__()
         for name in ("sliding", "static", "capture", "offloading"):
             if not isinstance(getattr(self, name), bool):
@@ -204,7 +211,7 @@ class KVQuantConfig(Formats):
         - `key`, `value`: a storage type's name or a dictionary of `KVFormat` fields; overrides that side of the preset.
         - `transforms`: a list of names; by default they follow from the keys.
         - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; by default the
-          preset's, if it has any.
+          preset's, if it has any; if none is named, those of `int8` with its formats, and 0 with others.
         - `layers`: from layer index to a preset's name or a dictionary with `preset`, `key`, `value`, `transforms`,
           `sink_length`, `residual_length`. If the layer is quantised, the last two default to the values given for all
           layers, else to its preset's.

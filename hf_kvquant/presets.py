@@ -58,12 +58,15 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
 }
 # Dense tokens that belong to a preset, first and newest. All others attend to the first, and errors of the newest cost
 # most: on a real model, 4 + 28 of them cut the divergence of `int4-channel` by four fifths, and of `k8v4` by nine
-# tenths (docs/presets.md). 28 and not 32, since GPU kernels read 16 dense tokens at a time, and 4 + 28 are two times
-# 16. They make a decode step of `k8v4` 2 to 10 % longer (H200, 64 sequences of 8,192 and of 1,024 tokens). Two bits
-# need more: with none, `int2` diverges fifteen times as much as `int4-token` on the reference model (docs/recipes.md).
+# tenths; 4 + 12 cut that of `int8` by four fifths (docs/presets.md). GPU kernels read 16 dense tokens at a time. 32
+# make a decode step of `k8v4` 2 to 10 % longer (H200, 64 sequences of 8,192 and of 1,024 tokens), 16 one of `int8` 2 %
+# (of 8,192). Two bits need more: with none, `int2` diverges fifteen times as much as `int4-token` on the reference
+# model (docs/recipes.md).
+_FOUR_AND_FEW = {"sink_length": 4, "residual_length": 12}
 _FOUR_AND_SOME = {"sink_length": 4, "residual_length": 28}
 _FOUR_AND_MANY = {"sink_length": 4, "residual_length": 128}
 PRESET_WINDOWS: dict[str, dict[str, int]] = {
+    "int8": _FOUR_AND_FEW,
     "k8v4": _FOUR_AND_SOME,
     "int4": _FOUR_AND_SOME,
     "k4v2": _FOUR_AND_MANY,
@@ -187,6 +190,13 @@ def preset_formats(preset: str) -> LayerFormats:
     return layer_formats("PRESETS", {"preset": preset}, {})
 
 
+def windows_of(preset: str | None, key: KVFormat, value: KVFormat) -> dict[str, int]:
+    """Dense tokens of a preset, by the names of `WINDOWS`; if none is named and formats are its, of the default one."""
+    if preset is None and (key, value) == PRESETS[DEFAULT_PRESET]:
+        preset = DEFAULT_PRESET
+    return {} if preset is None else PRESET_WINDOWS.get(preset, {})
+
+
 def latent_formats(where: str, formats: LayerFormats, rank: int) -> LayerFormats:
     """What the formats of a layer mean where it keeps latents (MLA): one for the latent, one for the rope part.
 
@@ -283,7 +293,7 @@ def layer_formats(where: str, data: Mapping[str, Any], windows: Mapping[str, int
     data = _without_nbits(data)
     key, value = _grouped(*_sides(where, data), data.get("q_group_size"))
     if key.is_quantized or value.is_quantized:
-        data = {**PRESET_WINDOWS.get(data.get("preset", DEFAULT_PRESET), {}), **windows, **data}
+        data = {**windows_of(data.get("preset"), key, value), **windows, **data}
     options = {name: data[name] for name in ("transforms", *WINDOWS) if data.get(name) is not None}
     try:
         return LayerFormats(key, value, **options)

@@ -24,7 +24,7 @@ NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)
         ("int4", "int4", {}),
         ("int4:4+128", "int4", {"sink_length": 4, "residual_length": 128}),
         ("int4-token-untransformed", "int4-token", {"transforms": [], "key": NAIVE, "value": NAIVE}),
-        ("int8-untransformed:0+9", "int8", {"transforms": [], "residual_length": 9}),
+        ("int8-untransformed:0+9", "int8", {"transforms": [], "sink_length": 0, "residual_length": 9}),
         ("none:0+0", "none", {}),
     ],
 )

@@ -1010,14 +1010,20 @@ def test_a_kept_manager_serves_no_other_settings() -> None:
             answer(generation(8, num_beams=2))
 
 
-# Pages that are given, and those of them that are not for a tail.
-FEW_PAGES = pytest.mark.parametrize(("preset", "num_blocks", "num_pages"), [("int8", 2, 2), ("int4-channel", 8, 4)])
+# Pages that are given, and those of them that are not for a tail. Codes alone have none.
+FEW_PAGES = pytest.mark.parametrize(
+    ("preset", "num_blocks", "num_pages"),
+    [
+        pytest.param({"preset": "int8", "sink_length": 0, "residual_length": 0}, 2, 2, id="int8-2-2"),
+        ("int4-channel", 8, 4),
+    ],
+)
 
 
 @FEW_PAGES
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_a_prompt_that_never_fits_gets_an_error_of_its_own(
-    is_empty: bool, preset: str, num_blocks: int, num_pages: int
+    is_empty: bool, preset: Any, num_blocks: int, num_pages: int
 ) -> None:
     room = num_pages * PAGE
     tokens = 0 if is_empty else room + 1
@@ -1061,7 +1067,7 @@ def test_the_id_of_a_request_is_taken_until_it_ends() -> None:
 
 
 @FEW_PAGES
-def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: str, num_blocks: int, num_pages: int) -> None:
+def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: Any, num_blocks: int, num_pages: int) -> None:
     """It has its tokens so far. Another that had to wait for its pages goes on."""
     room = num_pages * PAGE
     prompt = text(room - 20)

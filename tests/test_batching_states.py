@@ -51,6 +51,8 @@ from hf_kvquant.batching.tails import TAILS
 
 # A gated delta rule, a convolution alone, Mamba-2, and states beside keys in one layer, with modules that layers share.
 KINDS = ["qwen3_next", "lfm2", "bamba", "zamba2"]
+# Codes alone: the only slots are those of states.
+INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}
 
 
 @models.shared
@@ -276,7 +278,7 @@ def test_slots_come_back() -> None:
 
 def test_states_that_take_more_than_a_page() -> None:
     """A sector is a slot, and several pages. Requests are as many as slots leave pages for."""
-    with patched(large(), "int8") as model:
+    with patched(large(), INT8) as model:
         expected = [alone(model, text(3 + seed, seed)) for seed in range(7)]
         check_large(model, expected)
 
@@ -373,7 +375,7 @@ def test_memory_for_the_states_of_a_step_is_counted(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", KINDS)
 def test_decode_steps_read_slots_of_transformers_tables(name: str) -> None:
     """As captured steps do."""
-    with patched(models.family(name), "int8") as model:
+    with patched(models.family(name), INT8) as model:
         expected = [alone(model, prompt) for prompt in PROMPTS]
         with with_tables(model, num_blocks=2) as manager:
             steps = Steps(manager)
@@ -387,7 +389,7 @@ def test_decode_steps_read_slots_of_transformers_tables(name: str) -> None:
 
 def test_padding_reads_zeros_and_writes_trash() -> None:
     """A padded row of a captured step moves the state of no request on, nor that of the next padding."""
-    with patched(models.family("qwen3_next"), "int8") as model, managed(model) as manager:
+    with patched(models.family("qwen3_next"), INT8) as model, managed(model) as manager:
         cache = manager.batch_processor.cache
         runner = manager.batch_processor.model_runner
         ((part, plane), *_) = cache.states.planes[0]
@@ -496,7 +498,7 @@ def test_a_forward_of_somebody_else_is_called_and_comes_back() -> None:
 def check_refused(model: Any, message: str, error: type[Exception] = NotImplementedError, **options: Any) -> None:
     """It is refused with this message, before anything is changed."""
     before = [module.__dict__.keys() for module in model.modules()]
-    with patched(model, "int8"):
+    with patched(model, INT8):
         attention = model.config._attn_implementation
         with pytest.raises(error, match=re.escape(message)):
             model.init_continuous_batching(generation(4), ContinuousBatchingConfig(**options))

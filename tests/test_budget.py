@@ -178,7 +178,7 @@ def test_layers_count_by_their_numbers_and_windows_are_kept(monkeypatch: pytest.
     rungs = {"windowed": windowed, "int8": KVQuantConfig.from_preset("int8")}
     monkeypatch.setattr(check, "_checked", lambda *arguments: rungs)
     config = run_preflight(build(), bits=4.5).config
-    assert config.formats(0) == windowed.formats(0) and config.formats(1) == LayerFormats(*check.PRESETS["int8"])
+    assert config.formats(0) == windowed.formats(0) and config.formats(1) == rungs["int8"].formats(1)
 
 
 @pytest.mark.parametrize("more, expected", [(1.0, ["int4-g32", "int4-token"]), (3.0, ["int4-token", "int4-token"])])

@@ -85,6 +85,7 @@ def check_same_tokens(cache: KVQuantCache, expected: Cache, what: str) -> None:
 
 kinds = pytest.mark.parametrize("kind", ["growing", "static"])
 WINDOWED = {"preset": "int4-token", "sink_length": 2, "residual_length": 4}
+INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}  # codes alone
 presets = pytest.mark.parametrize("preset", [*PRESETS, WINDOWED], ids=[*PRESETS, "windowed"])
 
 # --- what a cache is --------------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def test_overrides_by_layer() -> None:
 
 
 def test_bytes() -> None:
-    cache = KVQuantCache(CONFIG, "int8")
+    cache = KVQuantCache(CONFIG, INT8)
     assert cache.num_bytes == cache.num_bytes_held == cache.bytes_per_token == 0
     give(cache, chunks_of(10))
     per_token = 2 * 2 * KV_HEADS * (HEAD_DIM + 2)  # layers, keys and values, heads, codes and a float16 scale
@@ -788,12 +789,12 @@ def test_recording_of_the_past_reaches_sliding_layers(sliding: bool) -> None:
 
 def test_key_transforms_reach_their_layers() -> None:
     halved = KeyTransform(smoothing=torch.full((KV_HEADS, HEAD_DIM), 2.0))
-    cache = KVQuantCache(CONFIG, "int8", key_transforms={1: halved})
+    cache = KVQuantCache(CONFIG, INT8, key_transforms={1: halved})
     assert [storage.key_transform is not None for storage in cache.storages] == [False, True]
     assert repr(cache.layers[0]) == "KVQuantLayer(int8-head-symmetric)"
     assert repr(cache.layers[1]) == "KVQuantLayer(int8-head-symmetric, smooth)"
     model, inputs = models.llama(), left_padded()
-    with patched(model, {"preset": "int8", "transforms": []}):
+    with patched(model, {**INT8, "transforms": []}):
         expected = greedy(model, inputs)
         output = greedy(model, inputs, **with_cache(cache))
     # A symmetric format codes halved keys as the same codes with half the scale.

@@ -46,7 +46,7 @@ EXAMPLES = {
     ("preset", "key", "value", "windows"),
     [
         ("none", NONE, NONE, (0, 0)),
-        ("int8", INT8, INT8, (0, 0)),
+        ("int8", INT8, INT8, (4, 12)),
         ("k8v4", INT8, INT4_VALUE, (4, 28)),
         ("int4", INT4_CHANNEL, INT4_VALUE, (4, 28)),
         ("int4-channel", INT4_CHANNEL, INT4_VALUE, (0, 0)),
@@ -76,14 +76,17 @@ def test_presets_are_all_tested() -> None:
         ({"preset": "int2"}, {0: (4, 128), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
         ({"preset": "int2", "sink_length": 0}, {0: (0, 128), 1: (0, 0), 2: (0, 128), 3: (2, 128)}),
         ({"preset": "int2", "residual_length": 0}, {0: (4, 0), 1: (0, 0), 2: (4, 0), 3: (2, 0)}),
-        ({"preset": "int8"}, {0: (0, 0), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
+        ({"preset": "int8"}, {0: (4, 12), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
         ({"preset": "k8v4"}, {0: (4, 28), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
         ({"preset": "k8v4", "q_group_size": 32}, {0: (4, 28), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
         ({"preset": "k8v4", "sink_length": 0, "residual_length": 0}, {0: (0, 0), 1: (0, 0), 2: (0, 0), 3: (2, 0)}),
         ({"nbits": 4}, {0: (4, 28), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
         ({"nbits": 2, "sink_length": 1}, {0: (1, 128), 1: (1, 0), 2: (1, 128), 3: (2, 128)}),
         ({"nbits": 4, "q_group_size": 32}, {0: (0, 0), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
-        ({"preset": "int8", "residual_length": 9}, {0: (0, 9), 1: (0, 9), 2: (4, 9), 3: (2, 9)}),
+        ({"preset": "int8", "residual_length": 9}, {0: (4, 9), 1: (0, 9), 2: (4, 9), 3: (2, 9)}),
+        ({"preset": "int8", "sink_length": 0, "residual_length": 0}, {0: (0, 0), 1: (0, 0), 2: (0, 0), 3: (2, 0)}),
+        ({"preset": "int8", "value": "int4"}, {0: (4, 12), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
+        ({"preset": "int8", "q_group_size": 64}, {0: (4, 12), 1: (0, 0), 2: (4, 128), 3: (2, 128)}),
     ],
 )
 def test_windows_of_presets(data: dict[str, Any], windows: dict[int, tuple[int, int]]) -> None:
@@ -100,6 +103,63 @@ def test_the_default_is_the_default_preset() -> None:
 
 
 @pytest.mark.parametrize(
+    ("data", "windows"),
+    [
+        ({}, (4, 12)),
+        ({"nbits": 8}, (4, 12)),
+        ({"nbits": None}, (4, 12)),
+        ({"key": "int8", "value": INT8}, (4, 12)),
+        ({"transforms": []}, (4, 12)),
+        ({"sink_length": 0}, (0, 12)),
+        ({"residual_length": 0}, (4, 0)),
+        ({"value": "int4"}, (0, 0)),
+        ({"value": "int4", "residual_length": 9}, (0, 9)),
+        ({"nbits": 3}, (0, 0)),
+        ({"q_group_size": 64}, (0, 0)),
+        ({"key": INT4_CHANNEL, "value": INT4_VALUE}, (0, 0)),  # int4's
+        ({"key": "none", "value": "none"}, (0, 0)),
+    ],
+    ids=str,
+)
+def test_windows_without_a_preset(data: dict[str, Any], windows: tuple[int, int]) -> None:
+    """Those of the default preset belong to its formats: whoever gives others has asked for nothing else."""
+    config = KVQuantConfig.from_dict(data)
+    assert (config.sink_length, config.residual_length) == windows
+    assert KVQuantConfig.from_dict(config.to_dict()) == config
+    if "nbits" not in data and "q_group_size" not in data:  # spelled for all layers only
+        layer = KVQuantConfig.from_dict({"preset": "fp8", "layers": {1: data}}).formats(1)
+        assert (layer.sink_length, layer.residual_length) == windows
+
+
+@pytest.mark.parametrize(
+    ("options", "windows"),
+    [
+        ({}, (4, 12)),
+        ({"key": INT8, "value": INT8}, (4, 12)),
+        ({"static": True}, (4, 12)),
+        ({"sink_length": 0}, (0, 12)),
+        ({"residual_length": 0}, (4, 0)),
+        ({"sink_length": 0, "residual_length": 0}, (0, 0)),
+        ({"value": INT4_VALUE}, (0, 0)),
+        ({"value": INT4_VALUE, "sink_length": 2}, (2, 0)),
+        ({"key": INT4_CHANNEL, "value": INT4_VALUE}, (0, 0)),
+        ({"key": FP8, "value": FP8}, (0, 0)),
+        ({"key": NONE, "value": NONE}, (0, 0)),
+    ],
+    ids=str,
+)
+def test_windows_of_a_config_made_by_hand(options: dict[str, Any], windows: tuple[int, int]) -> None:
+    config = KVQuantConfig(**options)
+    assert (config.sink_length, config.residual_length) == windows
+    assert KVQuantConfig.from_dict(config.to_dict()) == config
+
+
+def test_windows_of_a_layer_made_by_hand() -> None:
+    layer = KVQuantConfig(layers={1: LayerFormats(INT8, INT8)}).formats(1)
+    assert (layer.sink_length, layer.residual_length) == (0, 0)
+
+
+@pytest.mark.parametrize(
     ("data", "key", "value"),
     [
         ({"nbits": 8}, INT8, INT8),
@@ -109,7 +169,11 @@ def test_the_default_is_the_default_preset() -> None:
         ({"nbits": 4, "q_group_size": 32}, INT4_G32, INT4_G32),
         ({"q_group_size": 64}, KVFormat("int8", "group", 64), KVFormat("int8", "group", 64)),
         ({"preset": "int4-g32", "q_group_size": None}, INT4_G32, INT4_G32),
-        ({"preset": "int8", "value": "int4", "q_group_size": 32}, KVFormat("int8", "group", 32), INT4_G32),
+        (
+            {"preset": "int8", "value": "int4", "q_group_size": 32, "sink_length": 0, "residual_length": 0},
+            KVFormat("int8", "group", 32),
+            INT4_G32,
+        ),
         ({"backend": "hf_kvquant"}, INT8, INT8),
         ({"value": "int4"}, INT8, INT4_VALUE),
         ({"preset": "int4-token", "key": "fp8"}, FP8, INT4_VALUE),
@@ -128,7 +192,7 @@ def test_layers() -> None:
     assert config.formats(0) == LayerFormats(NONE, NONE)
     assert config.formats(1) == LayerFormats(INT4, INT4_VALUE)
     assert config.formats(2) == LayerFormats(INT8, FP8), "a layer starts from the default preset"
-    assert config.formats(11) == LayerFormats(INT8, INT8)
+    assert config.formats(11) == LayerFormats(INT8, INT8, sink_length=4, residual_length=12)
 
 
 def test_layers_may_be_layer_formats() -> None:
@@ -238,8 +302,8 @@ def test_dictionary_of_a_config() -> None:
         "key": int8,
         "value": int8,
         "transforms": ["center", "smooth", "rotate"],
-        "sink_length": 0,
-        "residual_length": 0,
+        "sink_length": 4,
+        "residual_length": 12,
         "layers": {
             "2": {
                 "key": int8 | {"storage": "fp8"},

@@ -119,8 +119,9 @@ FAMILIES = {
     # Attention outside transformers' registry.
     "led": Family("LEDForConditionalGeneration", "LEDConfig", {**BART, **LED}, is_served=False),
 }
-K8V4 = {"preset": "k8v4", "sink_length": 0, "residual_length": 0}  # decoders write few tokens
-QUANTIZED = ["int8", K8V4, "int4-token", "int4-channel", "fp8"]
+# Codes alone: decoders write few tokens, which would all be dense.
+INT8, K8V4 = ({"preset": preset, "sink_length": 0, "residual_length": 0} for preset in ("int8", "k8v4"))
+QUANTIZED = {"int8": INT8, "k8v4": K8V4, **{preset: preset for preset in ("int4-token", "int4-channel", "fp8")}}
 
 
 def build(name: str) -> Any:
@@ -194,7 +195,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(name: str) -> None:
     when=lambda name, preset: preset != "int4-token" and name not in ("bart", "whisper", "t5gemma", "t5"),
     reason="how a family makes keys and how a preset stores them meet in the cache alone",
 )
-@pytest.mark.parametrize("preset", QUANTIZED, ids=str)
+@pytest.mark.parametrize("preset", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_presets_attend_to_what_the_reference_decodes(name: str, preset: Any, device: str) -> None:
     model, inputs = models.on(device, family(name)), inputs_of(family(name))
@@ -282,7 +283,7 @@ def test_one_token_gives_one_key_of_the_decoder(name: str) -> None:
 CONFIGS: dict[str, Any] = {
     "none": "none",
     "first_layer": {"preset": "int4-token", "layers": {1: "none"}},
-    "last_layer": {"preset": "none", "layers": {1: "int8"}},
+    "last_layer": {"preset": "none", "layers": {1: INT8}},
     "static": {"preset": "int4-token", "layers": {1: "none"}, "static": True},
 }
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
@@ -797,14 +798,12 @@ def test_a_decoder_that_joins_its_masks_attends_to_dequantised_tensors(caplog: p
     with patched(model, "none"):
         compare.assert_same(logits(greedy(model, inputs_of(model))), logits(expected), "logits")
     caplog.clear()
-    cache = RecordingCache(model.config, "int8")
-    with patched(model, "int8"):
+    cache = RecordingCache(model.config, INT8)
+    with patched(model, INT8):
         output = greedy(model, inputs_of(model), **with_cache(beside(model, cache)))
         reason = "T5Gemma2ForConditionalGeneration joins the masks of its own and the encoder's tokens"
         assert [layer.reason for layer in report(model).layers] == [reason] * 2
-    replayed = ReferenceCache(
-        model.config, "int8", cache.recorded, key_transforms=hf_kvquant.key_transforms(model, "int8")
-    )
+    replayed = ReferenceCache(model.config, INT8, cache.recorded, key_transforms=hf_kvquant.key_transforms(model, INT8))
     forcing = forced(output.sequences)
     check_equal(
         output, greedy(model, inputs_of(model), **with_cache(beside(model, replayed)), prefix_allowed_tokens_fn=forcing)

@@ -14,6 +14,7 @@ from hf_kvquant_evals.tasks.batches import Row, batches, max_padded_length
 
 BATCH_SIZE = 8
 BELOW_A_BLOCK = BLOCK_SIZE - 1
+INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}  # codes alone
 
 
 def rows(seed: int, max_context: int, max_fed: int, num_contexts: int = 40) -> list[Row]:
@@ -31,11 +32,13 @@ def rows(seed: int, max_context: int, max_fed: int, num_contexts: int = 40) -> l
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        *(({"preset": preset}, math.inf) for preset in ("none", "int8", "int4-token", "int4-g32", "fp8")),
+        *(({"preset": preset}, math.inf) for preset in ("none", "int4-token", "int4-g32", "fp8")),
+        *(({"preset": preset}, 0) for preset in ("int8", "k8v4", "int4")),  # their newest tokens are dense
+        (INT8, math.inf),
         ({"preset": "int4-token", "sink_length": 2}, math.inf),
         ({"preset": "int4-token", "residual_length": 3}, 0),
-        ({"preset": "int8", "value": {"storage": "int8", "granularity": "tensor"}}, 0),
-        ({"preset": "int8", "value": {"storage": "int8", "granularity": "token"}}, math.inf),
+        ({**INT8, "value": {"storage": "int8", "granularity": "tensor"}}, 0),
+        ({**INT8, "value": {"storage": "int8", "granularity": "token"}}, math.inf),
         ({"preset": "int4-channel"}, BELOW_A_BLOCK),
         ({"preset": "int4-channel", "sink_length": 2}, BELOW_A_BLOCK),
         ({"preset": "int4-channel", "residual_length": 3}, 0),

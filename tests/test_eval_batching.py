@@ -226,7 +226,7 @@ def test_what_pages_do_not_serve_is_refused(data: Path, capsys: pytest.CaptureFi
 def test_a_check_leaves_the_model_as_it_was() -> None:
     model = models.family("llama")
     before = model.config._attn_implementation
-    pages.check_batched(model, KVQuantConfig.from_preset("int8"))
+    pages.check_batched(model, KVQuantConfig.from_preset("int8", sink_length=0, residual_length=0))
     with pytest.raises(NotImplementedError, match="`sink_length` and `residual_length` must be 0 over pages"):
         pages.check_batched(model, KVQuantConfig.from_preset("int4-token", sink_length=2))
     assert model.config._attn_implementation == before

@@ -22,6 +22,7 @@ needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is optional")
 
 WINDOW = 24
+INT8 = "int8:0+0"  # codes alone, which chunks and single tokens agree on
 SHARING = ["gemma3n_text", "gemma4_text"]
 WHY = {
     "xglm": "simulate: XGLMForCausalLM computes attention by itself, outside transformers' registry. Feed it in chunks "
@@ -70,7 +71,7 @@ def task_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def of_text(tmp_path: Path, *more: str) -> tuple[str, ...]:
     words = ("--text", str(tmp_path / "text.txt"), "--window", str(WINDOW), "--tokens", "50", "--chunk", "5")
-    return (*words, "--preset", "int8", "--preset", "int4-token:2+6", *more)
+    return (*words, "--preset", INT8, "--preset", "int4-token:2+6", *more)
 
 
 @pytest.mark.full(
@@ -96,8 +97,8 @@ def test_perplexity_in_all_modes(
     window = options.get("window_size", 0) or options.get("sliding_window", 0)
     expected = 3 * (causal_pairs(WINDOW - 1, 1) + causal_pairs(WINDOW - 1, 1, window)) * (2 if family in SHARING else 1)
     for rows in parts["summary"]["modes"].values():
-        assert rows["int8"]["pairs_read"] == rows["int8"]["pairs_expected"] == expected
-        assert rows["int8"]["pairs_dequantized"] == 0 < rows["int8"]["kld"]
+        assert rows[INT8]["pairs_read"] == rows[INT8]["pairs_expected"] == expected
+        assert rows[INT8]["pairs_dequantized"] == 0 < rows[INT8]["kld"]
     assert "the ways of feeding a text agree." in " ".join(out.split())
 
 
@@ -115,12 +116,12 @@ def test_perplexity_without_simulation(
     assert list(parts["summary"]["modes"]) == ["chunked", "decode"]
     assert parts["summary"]["unsimulated"] == WHY[family]
     # With a window of the newest tokens, chunks are not the same function as single tokens.
-    expected = {"none": ["chunked and decode"], "int8": ["chunked and decode"], "int4-token:2+6": []}
+    expected = {"none": ["chunked and decode"], INT8: ["chunked and decode"], "int4-token:2+6": []}
     assert {name: list(gated["between"]) for name, gated in parts["gate"].items()} == expected
     assert list(parts["layers"]) == ["0", "1"]
     for rows in parts["summary"]["modes"].values():
-        assert rows["none"]["kld"] < 1e-6 < rows["int8"]["kld"] and rows["int8"]["pairs_read"] == 0
-        assert rows["int8"]["pairs_dequantized"] == rows["int8"]["pairs_expected"] == 6 * causal_pairs(WINDOW - 1, 1)
+        assert rows["none"]["kld"] < 1e-6 < rows[INT8]["kld"] and rows[INT8]["pairs_read"] == 0
+        assert rows[INT8]["pairs_dequantized"] == rows[INT8]["pairs_expected"] == 6 * causal_pairs(WINDOW - 1, 1)
     said = " ".join(out.split())
     assert (
         "codes was, though as dequantised tensors: no kernel serves the model; chunks and single tokens agree" in said
@@ -151,7 +152,7 @@ def test_controls_where_no_kernel_serves(
     monkeypatch.setattr("hf_kvquant_evals.perplexity.gate.CONTROL_AGREEMENT", 1.01)
     code, found, _, error = run(capsys, tmp_path, "perplexity", folder_of("xglm"), *of_text(tmp_path, "--controls"))
     assert code == 0, error
-    assert list(found["parts"]["controls"]["permuted_scales"]) == ["int8", "int4-token:2+6"]
+    assert list(found["parts"]["controls"]["permuted_scales"]) == [INT8, "int4-token:2+6"]
 
 
 @needs_matplotlib

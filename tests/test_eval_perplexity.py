@@ -89,7 +89,7 @@ def test_windows_and_the_naive_baseline(
     configs = found["settings"]["presets"]
     assert list(configs) == ["none", "int8", *names]
     lengths = {name: (config["sink_length"], config["residual_length"]) for name, config in configs.items()}
-    assert lengths == dict(zip(configs, [(0, 0), (1, 0), (2, 6), (1, 0), (0, 3)], strict=True))
+    assert lengths == dict(zip(configs, [(0, 0), (1, 12), (2, 6), (1, 0), (0, 3)], strict=True))
     for rows in found["parts"]["summary"]["modes"].values():
         assert rows["int4-token:2+6"]["kld"] < rows["int4-token-untransformed"]["kld"]
         assert rows["none"]["bits_per_value"] == 32 and 4 < rows["int4-token:2+6"]["bits_per_value"] < 5

@@ -222,8 +222,10 @@ def test_bench_results(
     rows = {row["preset"]: row for row in case["rows"]}
     assert list(rows) == ["int8", "int4", "int4-channel", "int4-token", "int4-g32", "k8v4", "fp8"]
     # 2 sequences of 100 tokens, 2 heads of 64, keys and values: codes, and two bytes for each scale and zero.
-    assert rows["int8"]["bytes"] == 2 * 100 * 2 * 2 * (64 + 2)
+    assert rows["fp8"]["bytes"] == 2 * 100 * 2 * 2 * (64 + 2)
     assert rows["int4-g32"]["bytes"] == 2 * 100 * 2 * 2 * (32 + 2 * 4)
+    # The first 4 and the newest 12 are dense.
+    assert rows["int8"]["bytes"] == 2 * 2 * 2 * ((4 + 12) * 2 * 64 + (100 - 4 - 12) * (64 + 2))
     # Half a block less; the keys of what is left are dense.
     assert rows["int4-channel"]["bytes"] == 2 * (100 - 64) * 2 * (2 * 64 + 32 + 2 * 2)
     # And the values of the first 4 and the newest 28.
@@ -234,7 +236,7 @@ def test_bench_results(
     # Groups of 32 do not divide 40 channels; a ragged batch counts the tokens that it holds.
     assert [row["preset"] for row in ragged["rows"]] == ["int8", "int4", "int4-channel", "int4-token", "k8v4", "fp8"]
     assert 3 <= ragged["shape"]["num_tokens"] < 3 * 70
-    assert ragged["rows"][0]["bytes"] == ragged["shape"]["num_tokens"] * 2 * 2 * (40 + 2)
+    assert ragged["rows"][-1]["bytes"] == ragged["shape"]["num_tokens"] * 2 * 2 * (40 + 2)
     assert [row["preset"] for row in results["prompt"]] == [
         "int8",
         "int4",
@@ -256,7 +258,7 @@ def test_bench_results(
     assert all(row["pages"]["relative_error"] < 0.02 for row in rows.values())
     assert "fp8, pages" in printed and "pages" in ragged["rows"][0]
     # Padded batches are measured with a split plan, too. Padding does not count as read.
-    row = padded["rows"][0]
+    row = padded["rows"][-1]
     assert row["bytes"] == padded["shape"]["num_tokens"] * 2 * 2 * (40 + 2) and padded["shape"]["num_tokens"] < 900
     assert row["planned"]["split_plan_us"] == 10 and all(each["planned"]["share"] for each in padded["rows"])
     assert "int8, split plan" in printed and "planned" not in ragged["rows"][0]
@@ -744,18 +746,20 @@ def test_chunks_over_pages(
         return decode(*args, **kwargs)
 
     monkeypatch.setattr(chunking.ops.Operands, "decode", noted)
-    presets = ["int8", "int4-channel"]
+    presets = ["fp8", "int8", "int4-channel"]
     results = run_chunking(chunking, monkeypatch, tmp_path / "pages.json", "--pages", "--presets", *presets)
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1]) == results and "speedup" not in results["cases"][0]
     for case in results["cases"]:
         assert list(case["us"]) == list(case["pages_us"]) == presets  # no peers
-        assert case["pages_us"]["int8"] == case["pages_timings"]["int8"]["median_us"] == 10 * case["num_new"]
+        for preset in presets:
+            assert case["pages_us"][preset] == case["pages_timings"][preset]["median_us"] == 10 * case["num_new"]
     assert "1 x 200 + 4" in printed and "160.0 (+0.0%)" in printed
     # A result that is checked and one that is timed, per case, preset and layout.
     tables = [each.get("page_table") for each in options]
-    assert [table is None for table in tables] == [True, True, False, False] * 6
-    assert tables[2].shape == (1, 1) and tables[-1].shape == (2, 3)  # int4-channel has tails, too
+    assert [table is None for table in tables] == [True, True, False, False] * 9
+    # int8 and int4-channel have tails, too
+    assert tables[2].shape == (1, 1) and tables[6].shape == (1, 3) and tables[-1].shape == (2, 3)
 
 
 def test_chunk_wrong_result_aborts(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

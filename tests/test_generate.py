@@ -47,6 +47,7 @@ from hf_kvquant.storage.tally import _log_fallback
 from hf_kvquant.upstream.releases import CHECKPOINTING_DROPS_CACHES, cache_of, with_cache
 
 QUANTIZED = [preset for preset in PRESETS if preset != "none"]
+INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}  # codes alone
 
 
 # --- families ---------------------------------------------------------------------------------------------------------
@@ -121,7 +122,8 @@ def test_heads_and_dtypes(dtype: torch.dtype, heads: str, preset: str, device: s
     model = models.on(device, models.llama(dtype, num_key_value_heads=HEADS[heads]))
     # Weights rounded to dtype, computed with in float32.
     exact = None if dtype == torch.float32 else copy.deepcopy(model).float()
-    check_against_reference(model, preset, left_padded(), exact)
+    config = {"preset": preset, "sink_length": 0, "residual_length": 0}  # the prompt is short
+    check_against_reference(model, config, left_padded(), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -170,11 +172,12 @@ def test_long_chunks_over_codes() -> None:
 # --- what generate can do ---------------------------------------------------------------------------------------------
 
 # In each, the keys and values that are quantised are the same in both runs to the last bit: those of the first layer
-# depend on the tokens alone, and what lies below a quantised second layer is not quantised.
+# depend on the tokens alone, and what lies below a quantised second layer is not quantised. Codes alone, since nearly
+# all tokens here would be in the dense windows.
 CONFIGS: dict[str, Any] = {
     "none": "none",
     "first_layer": {"preset": "int4-token", "layers": {1: "none"}},
-    "last_layer": {"preset": "none", "layers": {1: "int8"}},
+    "last_layer": {"preset": "none", "layers": {1: INT8}},
     "static": {"preset": "int4-token", "layers": {1: "none"}, "static": True},
 }
 # Not where a crop makes codes dense: what comes then is no longer what it would have been.
@@ -283,11 +286,19 @@ def continued(inputs: dict[str, Tensor], output: Any, new: Tensor, new_mask: Ten
     return {"input_ids": torch.cat([output.sequences, new], 1), "attention_mask": torch.cat(mask, 1)}
 
 
+# Those of a preset behind padding, too, where the first tokens are not those at position 0.
+WITH_WINDOWS: dict[str, Any] = {
+    **CONFIGS,
+    "windowed": WINDOWED,
+    "int8_windows": {"preset": "none", "layers": {1: "int8"}},
+}
+
+
 @pytest.mark.parametrize("num_new", [1, 6])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", WITH_WINDOWS)
 def test_chat_continues_on_the_returned_cache(config: str, num_new: int) -> None:
     model, inputs = models.llama(), left_padded()
-    spelled = CONFIGS[config]
+    spelled = WITH_WINDOWS[config]
     if config == "static":
         spelled = {**spelled, "max_cache_len": 60}
     new = torch.randint(3, 90, (3, num_new))
@@ -299,7 +310,7 @@ def test_chat_continues_on_the_returned_cache(config: str, num_new: int) -> None
         third_inputs = continued(second_inputs, second, new)
         return [second, greedy(model, third_inputs, 4, **with_cache(cache_of(second)))]
 
-    expected = chat(ReferenceCache(model.config, spelled))
+    expected = chat(ReferenceCache(model.config, spelled, mask=inputs["attention_mask"]))
     with patched(model, spelled):
         turns = chat(None)
     for output, dense in zip(turns, expected, strict=True):
@@ -309,10 +320,10 @@ def test_chat_continues_on_the_returned_cache(config: str, num_new: int) -> None
         assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", WITH_WINDOWS)
 def test_masks_with_holes_fall_back_to_dense_tensors(config: str) -> None:
     model, inputs = models.llama(), left_padded()
-    spelled = CONFIGS[config]
+    spelled = WITH_WINDOWS[config]
     if config == "static":
         spelled = {**spelled, "max_cache_len": 60}
     new = torch.randint(3, 90, (3, 4))
@@ -322,7 +333,7 @@ def test_masks_with_holes_fall_back_to_dense_tensors(config: str) -> None:
         first = greedy(model, inputs, 4, **with_cache(cache))
         return greedy(model, continued(inputs, first, new, new_mask), 4, **with_cache(cache_of(first)))
 
-    expected = chat(ReferenceCache(model.config, spelled))
+    expected = chat(ReferenceCache(model.config, spelled, mask=inputs["attention_mask"]))
     with patched(model, spelled):
         output = chat(None)
     compare.assert_same(output.sequences, expected.sequences, "tokens")

@@ -40,11 +40,13 @@ WINDOWS = (2, 6, 65, 130)
 DENSE = {"preset": "int4-token", "residual_length": 9}
 DENSE_BLOCKS = {"preset": "int4-channel", "residual_length": 70}
 TENSOR = {"key": {"storage": "int8", "granularity": "tensor"}, "value": "fp8"}
+INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}  # codes alone: a short window is all dense
 CONFIGS: dict[str, Any] = {
     **{preset: preset for preset in PRESETS},
     "dense": DENSE,
     "dense_blocks": DENSE_BLOCKS,
     "tensor": TENSOR,
+    "int8_codes": INT8,
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 RING_WINDOWS = ((2, torch.bfloat16), (6, torch.float32), (65, torch.bfloat16))
@@ -52,6 +54,11 @@ each_window_with_some_configs = pytest.mark.full(
     when=lambda window, config: [*dict(RING_WINDOWS)].index(window) != [*CONFIGS.values()].index(config) % 3,
     reason="each takes hundreds of steps; random operations meet every window and config too",
 )
+
+
+def spelled(config: object) -> str:
+    """A config, or something beside it, in the id of a test."""
+    return "int8" if config is INT8 else str(config)
 
 
 def config_of(window: int) -> Any:
@@ -174,7 +181,7 @@ def test_a_ring_is_the_whole_sequence_behind_a_mask(window: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("first", [1, 5, 6, 7, 127, 128, 129, 400])
-@pytest.mark.parametrize("config", ["int8", "int4-channel", DENSE, TENSOR], ids=str)
+@pytest.mark.parametrize("config", [INT8, "int4-channel", DENSE, TENSOR], ids=spelled)
 def test_first_chunks(first: int, config: Any) -> None:
     pair = Pair(6, config)
     pair.give(first)
@@ -208,7 +215,7 @@ def test_memory_is_that_of_the_window(window: int, config: Any) -> None:
 
 def test_a_window_of_one_token() -> None:
     """Where transformers' own layer keeps everything: a token sees itself, whatever is held."""
-    cache = KVQuantCache(config_of(1), "int8")
+    cache = KVQuantCache(config_of(1), INT8)
     for tokens in (5, 1, 3, 1):
         assert cache.get_mask_sizes(tokens, 0) == (tokens, int(cache.get_seq_length()))
         key, value = torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM)
@@ -304,12 +311,14 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str, prompt: d
 
 
 @pytest.mark.full(
-    when=lambda family, preset: preset == ("int8", "int4-channel")[[*SLIDING].index(family) % 2],
+    when=lambda family, preset: preset == (INT8, "int4-channel")[[*SLIDING].index(family) % 2],
     reason="how a family makes keys and how a preset stores them meet in the cache alone",
 )
-@pytest.mark.parametrize("preset, prompt", [("int8", "short"), ("int4-token", "long"), ("int4-channel", "long")])
+@pytest.mark.parametrize(
+    "preset, prompt", [(INT8, "short"), ("int4-token", "long"), ("int4-channel", "long")], ids=spelled
+)
 @pytest.mark.parametrize("family", SLIDING)
-def test_presets_attend_to_what_the_reference_decodes(family: str, prompt: str, preset: str) -> None:
+def test_presets_attend_to_what_the_reference_decodes(family: str, prompt: str, preset: Any) -> None:
     _, cache = check_against_reference(model_of(family), preset, PROMPTS[prompt], new_tokens=16)
     assert not any(storage.tally.fallbacks for storage in cache.storages)
 
@@ -321,12 +330,12 @@ def test_presets_attend_to_what_the_reference_decodes(family: str, prompt: str, 
 @pytest.mark.parametrize(
     "family, config, new_tokens",
     [
-        ("gemma2", "int8", 260),
+        ("gemma2", INT8, 260),
         ("gpt_oss", "int4-token", 260),
         ("gpt_oss", DENSE, 270),
         ("mistral", "int4-channel", 270),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_long_texts_drop_tokens(family: str, config: Any, new_tokens: int) -> None:
     inputs = left_padded(pads=(0, 7, 2))
@@ -335,7 +344,7 @@ def test_long_texts_drop_tokens(family: str, config: Any, new_tokens: int) -> No
     assert rings and all(ring.length > ring.capacity for ring in rings)
 
 
-@pytest.mark.parametrize("config", ["int8", "int4-token", "int4-channel", DENSE], ids=str)
+@pytest.mark.parametrize("config", [INT8, "int4-token", "int4-channel", DENSE], ids=spelled)
 def test_half_precision(config: Any, device: str) -> None:
     model = models.on(device, model_of("mistral", dtype=torch.bfloat16))
     exact = copy.deepcopy(model).float()
@@ -410,7 +419,7 @@ def test_an_assistant_may_have_rings() -> None:
     compare.assert_same(output.sequences, expected.sequences, "tokens")
 
 
-@pytest.mark.parametrize("config", ["none", "int8", "int4-channel", DENSE], ids=str)
+@pytest.mark.parametrize("config", ["none", INT8, "int4-channel", DENSE], ids=spelled)
 def test_a_chat_goes_on_with_its_cache(config: Any, tmp_path: Path) -> None:
     """Also with a copy, and with what a file keeps of it, to the same bits."""
     model, inputs = model_of("gemma2", **LONG), left_padded(tokens=140, pads=(3, 0, 27))
@@ -432,7 +441,7 @@ def test_a_chat_goes_on_with_its_cache(config: Any, tmp_path: Path) -> None:
         compare.assert_same(logits(outputs[0]), logits(expected), "unpatched")
 
 
-@pytest.mark.parametrize("config", ["int8", "int4-channel", DENSE_BLOCKS], ids=str)
+@pytest.mark.parametrize("config", [INT8, "int4-channel", DENSE_BLOCKS], ids=spelled)
 def test_a_recorded_past_is_taken_back_until_a_crop(config: Any) -> None:
     """Beyond what a ring holds otherwise, and no further."""
     pair = Pair(65, config, PADS)
@@ -486,18 +495,20 @@ def test_files_that_lie_about_a_ring_are_refused() -> None:
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["none", "int8"])
-def test_holes_in_a_mask_take_dense_tensors(preset: str) -> None:
+@pytest.mark.parametrize("config", ["none", INT8, "int8"], ids=["none", "int8", "int8_windows"])
+def test_holes_in_a_mask_take_dense_tensors(config: Any) -> None:
     model, inputs = model_of("gemma2"), left_padded(tokens=20)
     inputs["attention_mask"][0, 12] = inputs["attention_mask"][1, 17] = 0
-    expected = greedy(model, inputs, 12, **with_cache(ReferenceCache(model.config, preset)))
-    with patched(model, preset):
+    # The mask says where the first tokens are, which stay dense.
+    simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
+    expected = greedy(model, inputs, 12, **with_cache(simulated))
+    with patched(model, config):
         output = greedy(model, inputs, 12)
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
-    if preset == "none":
+    if config == "none":
         compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert preset == "none" or all(storage.tally.fallbacks for storage in cache_of(output).storages)
-    if preset == "int8":  # first layer alone: codes are of equal keys
+    assert config == "none" or all(storage.tally.fallbacks for storage in cache_of(output).storages)
+    if config != "none":  # first layer alone: codes are of equal keys
         bound = tolerances.model_bound(logits(expected)[:, :2], logits(expected)[:, :2], torch.float32)
         compare.assert_close(logits(output)[:, :2], logits(expected)[:, :2], bound, "logits")
 

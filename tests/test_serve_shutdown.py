@@ -110,7 +110,8 @@ cli.main(["serve", {folder!r}, "--port", "0", "--host", "127.0.0.1", "--device",
 def command(folder: str) -> Iterator[tuple[Program, str]]:
     """The command in a process of its own, and where it listens."""
     arguments = ("serve", folder, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--dtype", "float32")
-    sizes = ("--cb-page-size", "128", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "512")
+    # 32 pages of tokens, and one for the dense windows of requests.
+    sizes = ("--cb-page-size", "128", "--cb-num-blocks", "33", "--cb-max-batch-tokens", "512")
     program = Program("-m", "hf_kvquant", *arguments, *sizes, "--shutdown-timeout", str(PATIENCE))
     with started(program):
         *words, ready = program.says("/v1\n").splitlines()
