@@ -685,6 +685,33 @@ def test_tables_have_room_for_the_longest_request(options: Any, hints: Any, expe
     assert max_blocks_of(model, batching, None if hints is None else WorkloadHints(*hints)) == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        # Heads of 64 and of 128 channels, and no layers that read the keys of others.
+        (
+            "gemma4_text",
+            {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 6,
+                "num_kv_shared_layers": 0,
+                "hidden_size_per_layer_input": 0,
+                "vocab_size_per_layer_input": models.VOCAB_SIZE,
+                "global_head_dim": 128,
+            },
+        ),
+        # Gives attention the mask by its name.
+        ("afmoe", {"num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    ],
+    ids=["gemma4", "afmoe"],
+)
+@pytest.mark.parametrize("preset", ["none", "int8"])
+def test_heads_of_unequal_width_and_masks_by_name(family: str, options: dict[str, Any], preset: str) -> None:
+    model = models.build(family, **options)
+    with patched(model, preset):
+        assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("preset", [*PRESETS, K8V4, K4V2, INT2], ids=str)

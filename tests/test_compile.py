@@ -392,3 +392,21 @@ def test_the_host_reads_lengths_after_compiled_steps() -> None:
     assert int(cache.get_seq_length()) == 11
     for layer, other in zip(cache.layers, eager.layers, strict=True):
         compare.assert_same(layer.keys[:, :, :11], other.keys[:, :, :11], "keys")
+
+
+def test_a_growing_cache_under_a_forward_that_the_user_compiled() -> None:
+    """torch compiles the first layers and runs the others as they are: no step has ended early."""
+    model = models.build("llama", num_hidden_layers=torch._dynamo.config.recompile_limit + 3)
+    with torch._dynamo.config.patch(error_on_recompile=False), patched(model, "int8"):
+        expected = greedy(model, left_padded())
+        model.forward = torch.compile(model.forward, backend="eager")
+        try:
+            outputs = [greedy(model, left_padded()) for _ in range(2)]
+        finally:
+            del model.forward
+        for output in outputs:
+            compare.assert_same(output.sequences, expected.sequences, "tokens")
+        cache = cache_of(outputs[0])
+        assert cache._steps.is_unwatched
+        cache.reset()
+        assert not cache._steps.is_unwatched

@@ -138,7 +138,9 @@ def _check_positions(model: nn.Module, logits: Tensor, moved: Tensor) -> None:
         )
 
 
-def _note_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, prev: str, **kwargs: Any) -> Any:
+def _note_shapes(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, prev: str, **kwargs: Any
+) -> Any:
     noted_cache, layer_idx = noted_on(key)
     probe = kwargs.pop("cache", None) or noted_cache
     if isinstance(probe, Probe):
@@ -147,7 +149,7 @@ def _note_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
             probe.states.note_attention()
     if layer_idx is not None and latent.keeps_latent(module):
         key, value = latent.expand(module, key, value)
-    return call_previous(prev, module, query, key, value, mask, **kwargs)
+    return call_previous(prev, module, query, key, value, attention_mask, **kwargs)
 
 
 def paged_attention(

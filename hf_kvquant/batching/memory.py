@@ -14,17 +14,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.utils import find_head_dim
 from transformers.utils.import_utils import is_psutil_available
 
-from ..models.latent import channels_at_peak, keeps_latents
+from ..models.latent import channels_at_peak, head_dims_of, keeps_latents
 from ..models.text_config import count_of
 from .states import StateLayout
 
 # Of the free memory of a machine, if nobody says how much.
 CPU_SHARE = 0.3
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def _widest(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the layer with the widest heads. transformers asks for one head_dim, which raises if layers differ.
+
+    As in Gemma 4 (5.24).
+    """
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    return max(config.per_layer_config, key=lambda each: max(head_dims_of(each), default=0))
 
 
 class PageMemory(PagedAttentionMemoryHandler):
@@ -46,7 +57,7 @@ class PageMemory(PagedAttentionMemoryHandler):
     ) -> None:
         self._states, self._sectors_of = states, sectors_of
         self._is_cpu = device is not None and torch.device(device).type == "cpu"
-        super().__init__(**options)
+        super().__init__(**{**options, "config": _widest(options["config"])})
         self.num_attention_masks = 0
         # For each new token: its keys and values by group, and repeated for every query head where a prompt attends to
         # itself.

@@ -146,6 +146,8 @@ class KVQuantCache(QuantizedCache):
             )
         layer: Any = self.layers[layer_idx]
         if torch.compiler.is_compiling():
+            if not self.quant_config.static:
+                self._steps.is_unwatched = True
             result: tuple[Any, Any] = layer.update(key_states, value_states, *args, **kwargs)
             return result
         steps = self._steps

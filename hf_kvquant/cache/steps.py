@@ -7,7 +7,9 @@ turn. This file records the turns, on the host and without reading tensors. `sto
 bit for bit; `cache.py` and `generate/hook.py` decide when a cache undoes a step by itself.
 
 A step is whole once each layer has its tokens, even if the rest of the forward fails. Compiled steps are not watched
-(see `KVQuantCache`). Replayed steps are always whole.
+(see `KVQuantCache`). Where the user compiles a forward over a growing cache, torch compiles the first layers and runs
+the others as they are (after `torch._dynamo.config.recompile_limit`), so of such a step only a part would be seen.
+Replayed steps are always whole.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Steps:
             takes its tokens without `enter`, which would find nothing else: whoever gives them sets `newest`, and
             removes the layer here afterwards.
         newest: The layer that was called last.
+        is_unwatched: Whether a part of a step was compiled. Nothing is refused then.
     """
 
     def __init__(self, storages: Mapping[int, LayerStore], bystanders: Iterable[int] = ()) -> None:
@@ -47,6 +50,7 @@ class Steps:
         self._waiting: set[int] = set()  # the members among transformers' layers that have not had their turn
         self._seen: set[tuple[int, str]] = set()  # (layer, kind of change) pairs of this step
         self.newest = -1
+        self.is_unwatched = False
         self._is_first = True  # whether this is the first step since `forget`
         self._base = 0  # tokens that our layers held before this step
 
@@ -94,7 +98,7 @@ class Steps:
         self._base = next((storage.length for storage in self._ours()), 0)
 
     def _join(self, layer: int) -> None:
-        if not self._is_first:
+        if not (self._is_first or self.is_unwatched):
             raise RuntimeError(
                 f"KVQuantCache: `{CACHE}` must get its first tokens in all layers at once, got those of "
                 f"layer {layer} when other layers held {self._base}: the first step ended early. {_RESET}"
@@ -110,7 +114,8 @@ class Steps:
 
     def _is_cut(self) -> bool:
         # It is not enough that layers are waiting: if the first layer refused the tokens, nothing has changed.
-        return bool(self.due or self._waiting) and (
+        is_open = bool(self.due or self._waiting) and not self.is_unwatched
+        return is_open and (
             bool(self._changed_elsewhere()) or any(storage.length != self._base for storage in self._ours())
         )
 
