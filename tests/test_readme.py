@@ -127,7 +127,7 @@ def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> 
     of_tasks |= {"same": 0.75, "read_from_codes": 0.375}
     rows = {name: {**row, "tasks": of_tasks} for name, row in plain["recipes"].items()}
     tasks = {**plain, "recipes": rows, "tasks": ["piqa"], "task_context": 512}
-    codes = {**tasks, "recipes": {"int8": rows["int8"]}}
+    codes = {**tasks, "recipes": {"int8:0+0": rows["int8:0+0"]}}
     runs = {**results["recipes"]["runs"], "long": plain, "tasks": tasks, "tasks-codes": codes}
     stand_ins = {"runs": runs}, results["ablation"], results["ablation_outliers"]
     measured = dict(zip(larger, stand_ins, strict=True))
