@@ -137,7 +137,7 @@ def test_a_larger_model_has_tables_once_it_is_measured(renderer: ModuleType) -> 
         # Quality, its texts, longer ones, and tasks.
         assert after["recipes-larger"].count(f"| `{recipe}` |") == 4
     cells = "38% | 60.0% | +10.0 ± 2.0 | -0.250 ± 0.125 | 75.0%"
-    assert f"| `int8` | 8.12 | {cells} | -0.250 ± 0.125 | 75.0% |" in after["recipes-larger"]
+    assert f"| `int8:0+0` | 8.12 | {cells} | -0.250 ± 0.125 | 75.0% |" in after["recipes-larger"]
     assert f"| `int4-token` | 4.25 | {cells} | - | - |" in after["recipes-larger"]
     assert "answers 50.0% correctly" in after["recipes-larger"]
     assert after["ablation-larger"].splitlines()[:-1] == before["ablation"].splitlines()[:-1]
