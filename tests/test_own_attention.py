@@ -89,6 +89,34 @@ def test_static_caches(family: str) -> None:
     assert cache_of(output).is_compileable and fallbacks(output) == 0
 
 
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MASKS = "builds masks for the tokens so far, which are fewer than the capacity of a static cache"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("git", {"vision_config": {**VISION, "image_size": 16, "patch_size": 8}}, MASKS),
+        ("prophetnet", {"num_hidden_layers": models.LEFT_OUT, "num_decoder_layers": 2, "decoder_ffn_dim": 48}, MASKS),
+        (
+            "cpmant",
+            {"dim_head": 32, "dim_ff": 64, "prompt_length": 4, "prompt_types": 4, "segment_types": 4},
+            "puts tokens of its own before the prompt, for which generate leaves no room in static caches",
+        ),
+    ],
+    ids=["git", "prophetnet", "cpmant"],
+)
+def test_models_without_static_caches(family: str, options: dict[str, Any], reason: str) -> None:
+    model = models.build(family, **options)
+    with pytest.raises(NotImplementedError) as raised:
+        hf_kvquant.patch(model, "int8", static=True)
+    assert str(raised.value) == (
+        f"patch: `static` must be False for {type(model).__name__}, got True: it {reason}. Leave static and "
+        "max_cache_len out."
+    )
+    assert hf_kvquant.state.patch_of(model) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("family", OWN)
 def test_half_precision(family: str, dtype: torch.dtype, device: str) -> None:

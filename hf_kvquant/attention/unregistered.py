@@ -69,6 +69,11 @@ def unpatch(model: nn.Module, *, but: Collection[nn.Module] = ()) -> None:
             del module.__dict__["forward"]
 
 
+# Their masks end with the newest token. transformers' own static cache raises for Kosmos-2 and ProphetNet, and gives
+# GIT other logits than a growing one (5.24).
+_MASKS_TOKENS_ALONE = {"GitModel", "Kosmos2TextTransformer", "ProphetNetDecoder"}
+
+
 def check_static(model: PreTrainedModel, where: str) -> None:
     """Refuse a static cache for models that would compute something else over its capacity.
 
@@ -93,6 +98,10 @@ def check_static(model: PreTrainedModel, where: str) -> None:
                 "computes attention by itself, outside transformers' registry, over the whole capacity of a static "
                 "cache"
             )
+    if names & _MASKS_TOKENS_ALONE:
+        reason = "builds masks for the tokens so far, which are fewer than the capacity of a static cache"
+    if "CpmAntModel" in names:
+        reason = "puts tokens of its own before the prompt, for which generate leaves no room in static caches"
     if joins_masks(model):
         reason = "joins the masks of its own and the encoder's tokens, of which static caches get one alone"
     if reason is not None:
