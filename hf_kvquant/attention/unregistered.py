@@ -69,9 +69,9 @@ def unpatch(model: nn.Module, *, but: Collection[nn.Module] = ()) -> None:
             del module.__dict__["forward"]
 
 
-# Their masks end with the newest token. transformers' own static cache raises for Kosmos-2 and ProphetNet, and gives
-# GIT other logits than a growing one (5.24).
-_MASKS_TOKENS_ALONE = {"GitModel", "Kosmos2TextTransformer", "ProphetNetDecoder"}
+# Decoders that look neither attention nor masks up in transformers' registry. Kosmos-2 and ProphetNet raise with
+# transformers' own static cache, too (5.24).
+_ATTEND_BY_THEMSELVES = {"GitModel", "Kosmos2TextTransformer", "ProphetNetDecoder"}
 
 
 def check_static(model: PreTrainedModel, where: str) -> None:
@@ -91,15 +91,14 @@ def check_static(model: PreTrainedModel, where: str) -> None:
     if "hybrid_sliding" in layer_types and not hasattr(model, "create_masks_for_generate"):
         # Inkling. The function of transformers knows windows under the name `sliding_attention` only.
         reason = "has sliding windows that the masks of transformers' generate for static caches leave out"
+    attends_by_itself = bool(names & _ATTEND_BY_THEMSELVES)
     if model.config.is_encoder_decoder:
         can_set: Callable[[], bool] = getattr(model.get_decoder(), "_can_set_attn_implementation", lambda: False)
-        if not can_set():
-            reason = (
-                "computes attention by itself, outside transformers' registry, over the whole capacity of a static "
-                "cache"
-            )
-    if names & _MASKS_TOKENS_ALONE:
-        reason = "builds masks for the tokens so far, which are fewer than the capacity of a static cache"
+        attends_by_itself = attends_by_itself or not can_set()
+    if attends_by_itself:
+        reason = (
+            "computes attention by itself, outside transformers' registry, over the whole capacity of a static cache"
+        )
     if "CpmAntModel" in names:
         reason = "puts tokens of its own before the prompt, for which generate leaves no room in static caches"
     if joins_masks(model):
