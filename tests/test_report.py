@@ -13,6 +13,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from accelerate import cpu_offload
 from models import greedy, left_padded
 from transformers import DynamicCache
 
@@ -273,6 +274,8 @@ def test_kernels_of_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_that_are_not_in_memory() -> None:
+    with patched(cpu_offload(copy.deepcopy(models.llama()), torch.device("cpu")), "int8") as offloaded:
+        assert {(layer.device, layer.kernel) for layer in report(offloaded).layers} == {("cpu", KERNEL["cpu"])}
     model = copy.deepcopy(models.llama()).to("meta")
     with patched(model, "int8"):
         assert {(layer.device, layer.kernel) for layer in report(model).layers} == {

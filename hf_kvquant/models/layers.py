@@ -92,14 +92,23 @@ def count_layers(config: PreTrainedConfig) -> int:
 
 
 def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """The device of each layer's weights, by layer index; the model's device for layers that are not found."""
+    """The device on which each layer computes, by layer index; the model's device for layers that are not found."""
     layer_types, _ = layers_of(text_config_of(model))
     found: dict[int, torch.device] = {}
     for module in (model.get_decoder() or model).modules():
         index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
         if isinstance(index, int) and parameter is not None:
-            found.setdefault(index, parameter.device)
+            found.setdefault(index, _device_of(module, parameter))
     return {index: found.get(index, model.device) for index in range(len(layer_types))}
+
+
+def _device_of(module: nn.Module, parameter: nn.Parameter) -> torch.device:
+    """The device of the weights, or that to which a hook of accelerate brings them for a step (`cpu_offload`)."""
+    for each in module.modules():
+        hook = getattr(each, "_hf_hook", None)
+        if hook is not None and getattr(hook, "offload", False):
+            return torch.device(hook.execution_device)
+    return parameter.device
 
 
 def keeps_cache(model: PreTrainedModel) -> bool:
