@@ -131,11 +131,6 @@ class KVQuantConfig(Formats):
 
         return None if self.state_dtype is None else torch.float16
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether some layer has dense windows."""
-        return any(each.sink_length + each.residual_length > 0 for each in (self, *self.layers.values()))
-
     @classmethod
     def from_preset(cls, preset: str, **options: Any) -> KVQuantConfig:
         """Make the config of a preset.

@@ -50,7 +50,7 @@ def check_equal(found: list[tuple[float, bool]], expected: list[tuple[float, boo
     assert difference.mean() < 0.02
 
 
-@pytest.mark.parametrize("preset", ["none", "int8", "int4-token", "int4-channel", "fp8"])
+@pytest.mark.parametrize("preset", ["none", "int8", "k8v4", "int4", "int4-token", "int4-channel", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 def test_scores_are_those_without(family: str, preset: str) -> None:
     """gemma2 has sliding windows, qwen2 centres its keys."""
@@ -58,7 +58,7 @@ def test_scores_are_those_without(family: str, preset: str) -> None:
     check_equal(scored(family, preset, requests(), batch_size=4, batching=True), expected, preset)
 
 
-@pytest.mark.parametrize("preset", ["none", "int4-token", "int4-channel"])
+@pytest.mark.parametrize("preset", ["none", "int8", "int4", "int4-token", "int4-channel"])
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_rows_that_cross_pages(preset: str, batch_size: int) -> None:
     """First chunks that end with a page, before and after it; shared ones; more tokens than a forward has."""
@@ -216,7 +216,6 @@ def test_what_pages_do_not_serve_is_refused(data: Path, capsys: pytest.CaptureFi
     bloom = models.save(models.build("bloom"), tmp_path / "bloom", bos_token="!", eos_token="~")
     for arguments, told in (
         ([folder, "--mode", "simulated"], "`--batching` must come with --mode decode, got simulated."),
-        ([folder, "--preset", "int4-token:2+3"], "`--batching` must come with what pages serve, got int4-token:2+3. "),
         ([bloom], "`--batching` must come with what pages serve, got none. init_continuous_batching: BloomForCausalLM"),
     ):
         code, error = evaluated(capsys, *arguments, "--batching", "--data", str(data), "--device", "cpu")
@@ -226,7 +225,5 @@ def test_what_pages_do_not_serve_is_refused(data: Path, capsys: pytest.CaptureFi
 def test_a_check_leaves_the_model_as_it_was() -> None:
     model = models.family("llama")
     before = model.config._attn_implementation
-    pages.check_batched(model, KVQuantConfig.from_preset("int8", sink_length=0, residual_length=0))
-    with pytest.raises(NotImplementedError, match="`sink_length` and `residual_length` must be 0 over pages"):
-        pages.check_batched(model, KVQuantConfig.from_preset("int4-token", sink_length=2))
+    pages.check_batched(model, KVQuantConfig.from_preset("int8"))
     assert model.config._attn_implementation == before

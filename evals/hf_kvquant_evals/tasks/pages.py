@@ -133,10 +133,5 @@ def check_batched(model: PreTrainedModel, config: KVQuantConfig) -> None:
     Raises:
         ImportError, NotImplementedError, ValueError: Pages do not serve the model or the config.
     """
-    if config.has_windows:
-        raise NotImplementedError(
-            "eval tasks: `sink_length` and `residual_length` must be 0 over pages, got more: what is read of dense "
-            "tokens there is not counted. Leave --batching out, or name a preset without them, such as int8:0+0."
-        )
     with patched(model, config):
         Pages(model, config, GenerationConfig(), num_pages=2, num_tails=1, max_batch_tokens=1).close()
