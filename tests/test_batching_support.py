@@ -125,7 +125,7 @@ def test_a_model_that_drops_caches_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @needs_pages
 def test_other_devices_are_refused() -> None:
     model = models.build("llama").to("meta")
-    check_refused(model, "int8", "LlamaForCausalLM is on meta, and continuous batching over codes runs on CPUs")
+    check_refused(model, "int8", "LlamaForCausalLM has weights that are not in memory, and continuous batching")
 
 
 @needs_pages

@@ -146,7 +146,8 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
     if found - _PAGED - STATE_TYPES:
         yield f"has layers of type {sorted(found - _PAGED - STATE_TYPES)}, which keep no pages."
     if model.device.type not in ("cpu", "cuda"):
-        yield f"is on {model.device}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
+        where = "has weights that are not in memory" if model.device.type == "meta" else f"is on {model.device}"
+        yield f"{where}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
     if len({parameter.device for parameter in model.parameters()}) > 1:
         yield "is spread over several devices, and all pages are on one."
     if config.offloading:
