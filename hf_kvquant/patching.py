@@ -179,6 +179,7 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
     for name in (HOOK, *batching.HOOKS, _GENERATE, _COMPILED):
         model.__dict__.pop(name, None)
     notes_on(model).drop_buffers()
+    notes_on(model).bias_centers = None  # weights may have been loaded since
     notes_on(model).why_unquantized, notes_on(model).chose_other = None, False
     keep(model, patch=patch)
     if patch is None:

@@ -401,6 +401,20 @@ def test_centres_found_in_inference_mode_are_plain_tensors() -> None:
         assert not transform.center.is_inference() and not transform.center.requires_grad
 
 
+def test_patch_finds_centres_again() -> None:
+    """Weights may have been loaded since they were found."""
+    model = copy.deepcopy(models.family("qwen2"))
+    hf_kvquant.patch(model, "int4-token")
+    before = key_transforms(model, "int4-token")[0].center
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.mul_(2)
+    hf_kvquant.patch(model, "int4-token")
+    after = key_transforms(model, "int4-token")[0].center
+    assert before is not None and after is not None
+    torch.testing.assert_close(after, 2 * before)
+
+
 def test_a_model_in_training_stays_in_training() -> None:
     model = models.build("qwen2").train()
     model.model.layers[0].eval()

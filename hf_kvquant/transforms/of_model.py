@@ -38,7 +38,7 @@ def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) ->
     """Set the centres, such as from calibration, for the caches that a model makes from now on.
 
     They are `[num_kv_heads, head_dim]` float32, by layer index. `None` removes them; the next cache that needs centres
-    finds them in the biases again. Pass `None` after changing the weights.
+    finds them in the biases again. Pass `None` after changing the weights, or patch the model again.
     """
     notes_on(model).bias_centers = None
     kept = None if centers is None else dict(centers)
