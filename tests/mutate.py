@@ -325,7 +325,40 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/cache/steps.py",
+        (
+            "bool(self.due or self._waiting) and not self.is_unwatched",
+            "bool(self.due or self._waiting)",
+            "a step of which torch compiled a part counts as one that ended early",
+            "compile",
+        ),
+    ),
+    *of(
+        "hf_kvquant/presets.py",
+        (
+            "if preset is None and (key, value) == PRESETS[DEFAULT_PRESET]:",
+            "if preset is None:",
+            "formats without a preset's name get its dense tokens",
+            "config",
+        ),
+    ),
+    *of(
+        "hf_kvquant/models/layers.py",
+        (
+            'getattr(hook, "offload", False)',
+            "False",
+            "a report does not know where offloaded layers compute",
+            "report",
+        ),
+    ),
+    *of(
         "hf_kvquant/batching/memory.py",
+        (
+            'if not getattr(config, "is_heterogeneous", False):',
+            "if True:",
+            "transformers asks a config of unequal layers for one head_dim, and raises",
+            "batching",
+        ),
         (
             "self.num_attention_masks = 0",
             "pass",
@@ -968,6 +1001,12 @@ MUTATIONS = [
     ),
     *of(
         "hf_kvquant/patching.py",
+        (
+            "    notes_on(model).bias_centers = None  # weights may have been loaded since\n",
+            "",
+            "centres stay those of the weights before",
+            "transforms",
+        ),
         (
             "    hook.__func__ =",
             "    hook.unbound =",
