@@ -16,7 +16,7 @@ from hf_kvquant_evals.tasks.results import averages, by_task_and_preset
 Found = TypeVar("Found")
 # Behind the name of a preset that was measured without its dense tokens.
 NOTHING_DENSE = ":0+0"
-# Presets whose speed was measured before they had dense tokens.
+# Presets whose speed on GPUs was measured before they had dense tokens.
 MEASURED_BARE = ("int8",)
 
 
@@ -90,7 +90,7 @@ caption = Text(
     num_items=num_items,
     shape=lambda files: files["cpu_decode"]["shape"],
     bare=lambda files: (
-        bare_note("CPU attention", speedups(files["cpu_decode"]), files["fidelity"]["presets"], MEASURED_BARE)
+        bare_note("CPU attention", speedups(files["cpu_decode"]), files["fidelity"]["presets"])
         + bare_note("Zero-shot average", means_of(files["tasks"]), files["fidelity"]["presets"])
     ),
 )

@@ -68,7 +68,7 @@ summary_caption = Text(
     "dash: not measured.{bare}",
     case=gpu_case,
     article=lambda files: "an" if files["cpu_decode"]["cpu"][0] in "AEIOU" else "a",
-    bare=lambda files: bare_note("Attention", speedups(gpu_case(files)), SUMMARY_PRESETS, MEASURED_BARE),
+    bare=lambda files: bare_note("GPU attention", speedups(gpu_case(files)), SUMMARY_PRESETS, MEASURED_BARE),
 )
 PARTS = (
     Part(
