@@ -16,8 +16,6 @@ from hf_kvquant_evals.tasks.results import averages, by_task_and_preset
 Found = TypeVar("Found")
 # Behind the name of a preset that was measured without its dense tokens.
 NOTHING_DENSE = ":0+0"
-# Presets whose speed on GPUs was measured before they had dense tokens.
-MEASURED_BARE = ("int8",)
 
 
 def found(measured: Mapping[str, Found], preset: str) -> Found | None:

@@ -52,6 +52,8 @@ from hf_kvquant.upstream.releases import DO_MODELS_UPDATE_PAGES, HAS_STATES, wit
 VOCAB_SIZE = 96
 PAD, BOS = 0, 1
 HEAD_DIM = 64
+# The codes of `int8` alone, without its dense tokens, for tests of anything else: their texts are short.
+INT8_CODES = {"preset": "int8", "sink_length": 0, "residual_length": 0}
 LEFT_OUT = object()  # an option with this value takes the common one away
 HIDDEN_SIZE = 128  # not the 4 heads times HEAD_DIM, where a config has a head_dim of its own
 SENTENCE = "The river rises in the north of the country and flows south for about three hundred kilometres. "

@@ -747,11 +747,10 @@ def test_families_on_a_gpu(name: str, dtype: torch.dtype, caplog: pytest.LogCapt
     So do steps over latents of these sizes, which no kernel serves (test_batching_latent.py has others).
     """
     model = models.on("cuda", models.family(name)).to(dtype)
-    # Kernels of pages and of `generate` round dense tokens apart, and in bfloat16 that can choose other experts.
-    config = (
-        {"preset": "int8"} if dtype == torch.float32 else {"preset": "int8", "sink_length": 0, "residual_length": 0}
-    )
-    with patched(model, config):
+    # With dense tokens and in bfloat16, kimi_linear chose a token whose logit was 9 % of the largest below (H200,
+    # 2026-11). In float32, tokens are equal. Not explained.
+    is_unexplained = name == "kimi_linear" and dtype == torch.bfloat16
+    with patched(model, models.INT8_CODES if is_unexplained else "int8"):
         expected = [alone(model, prompt) for prompt in PROMPTS]
         with managed(model) as manager:
             found = answers(manager, PROMPTS)
@@ -1045,7 +1044,7 @@ def test_a_kept_manager_serves_no_other_settings() -> None:
 FEW_PAGES = pytest.mark.parametrize(
     ("preset", "num_blocks", "num_pages"),
     [
-        pytest.param({"preset": "int8", "sink_length": 0, "residual_length": 0}, 2, 2, id="int8-2-2"),
+        pytest.param(models.INT8_CODES, 2, 2, id="int8-2-2"),
         ("int4-channel", 8, 4),
     ],
 )

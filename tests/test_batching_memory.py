@@ -36,8 +36,7 @@ def cache_of(model: Any, **batching: Any) -> Any:
 
 def test_a_cpu_gives_what_requests_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 4 * GB)
-    codes_alone = {"preset": "int8", "sink_length": 0, "residual_length": 0}
-    with patched(models.llama(), codes_alone) as model:
+    with patched(models.llama(), models.INT8_CODES) as model:
         sizes = {"max_requests_per_batch": 3}
         assert cache_of(model, **sizes).num_blocks == 3 * -(-model.config.max_position_embeddings // 128)
         assert cache_of(model, **sizes, num_blocks=2).num_blocks == 2

@@ -304,8 +304,7 @@ def ours_and_theirs() -> list[tuple[Any, Any]]:
     """Of each class that we derive from, our object and theirs."""
     settings = ContinuousBatchingConfig(page_size=128, num_blocks=4, max_batch_tokens=64)
     managers, processors = [], []
-    codes_alone = {"preset": "int8", "sink_length": 0, "residual_length": 0}  # dense tokens take a slot beside pages
-    with patched(models.llama(), codes_alone) as model:
+    with patched(models.llama(), models.INT8_CODES) as model:  # dense tokens take a slot beside pages
         managers.append(model.init_continuous_batching(continuous_batching_config=settings))
         processors.append(managers[0]._create_batch_processor())
         managers[0].destroy()

@@ -52,7 +52,7 @@ from hf_kvquant.batching.tails import TAILS
 # A gated delta rule, a convolution alone, Mamba-2, and states beside keys in one layer, with modules that layers share.
 KINDS = ["qwen3_next", "lfm2", "bamba", "zamba2"]
 # Codes alone: the only slots are those of states.
-INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}
+INT8 = models.INT8_CODES
 
 
 @models.shared

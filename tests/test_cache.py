@@ -85,7 +85,7 @@ def check_same_tokens(cache: KVQuantCache, expected: Cache, what: str) -> None:
 
 kinds = pytest.mark.parametrize("kind", ["growing", "static"])
 WINDOWED = {"preset": "int4-token", "sink_length": 2, "residual_length": 4}
-INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}  # codes alone
+INT8 = models.INT8_CODES  # codes alone
 presets = pytest.mark.parametrize("preset", [*PRESETS, WINDOWED], ids=[*PRESETS, "windowed"])
 
 # --- what a cache is --------------------------------------------------------------------------------------------------

@@ -217,9 +217,7 @@ def test_channel_scales_need_windows_of_a_block() -> None:
 
 
 # Codes alone: dense keys are those of the model, which have the factors only where its weights do.
-@pytest.mark.parametrize(
-    "preset", ["int4-token", {"preset": "int8", "sink_length": 0, "residual_length": 0}], ids=["int4-token", "int8"]
-)
+@pytest.mark.parametrize("preset", ["int4-token", models.INT8_CODES], ids=["int4-token", "int8"])
 def test_caches_hold_the_same_whoever_applies_the_factors(preset: Any) -> None:
     folded = with_outliers("qwen2")
     result = smooth(folded, preset)

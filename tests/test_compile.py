@@ -341,9 +341,8 @@ def test_a_full_cache_in_a_compiled_loop() -> None:
     """The host does not know the length there. The op does, on a CPU; any step that is not compiled does again."""
     model, inputs = models.build("llama"), left_padded()
     # Codes alone: a step that fails moves the window of newest tokens on, and the cache shows the codes behind it.
-    codes_alone = {"preset": "int8", "sink_length": 0, "residual_length": 0}
-    with patched(model, codes_alone):
-        cache = KVQuantCache(model.config, codes_alone, max_cache_len=64)
+    with patched(model, models.INT8_CODES):
+        cache = KVQuantCache(model.config, models.INT8_CODES, max_cache_len=64)
         step = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
         decode(step, model, cache, inputs, 55)
         assert int(cache.get_seq_length()) == 64

@@ -47,7 +47,7 @@ from hf_kvquant.storage.tally import _log_fallback
 from hf_kvquant.upstream.releases import CHECKPOINTING_DROPS_CACHES, cache_of, with_cache
 
 QUANTIZED = [preset for preset in PRESETS if preset != "none"]
-INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}  # codes alone
+INT8 = models.INT8_CODES  # codes alone
 
 
 # --- families ---------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_a_replay_gives_the_same_numbers() -> None:
 def test_chunks_find_as_many_tokens_dense_as_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, generator = build(max_position_embeddings=256), torch.Generator().manual_seed(0)
     ids = torch.randint(3, models.VOCAB_SIZE, (2, 161), generator=generator)
-    bare = {"preset": "int8", "sink_length": 0, "residual_length": 0}
+    bare = models.INT8_CODES
     config = KVQuantConfig.from_preset("int4-token", sink_length=4, residual_length=60, layers={1: bare})
     more = divergence.as_in_steps(config)
     assert more.residual_length == 60 + divergence.CHUNK // 2 and more.layers[1] == config.layers[1]

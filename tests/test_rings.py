@@ -40,7 +40,7 @@ WINDOWS = (2, 6, 65, 130)
 DENSE = {"preset": "int4-token", "residual_length": 9}
 DENSE_BLOCKS = {"preset": "int4-channel", "residual_length": 70}
 TENSOR = {"key": {"storage": "int8", "granularity": "tensor"}, "value": "fp8"}
-INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}  # codes alone: a short window is all dense
+INT8 = models.INT8_CODES  # codes alone: a short window is all dense
 CONFIGS: dict[str, Any] = {
     **{preset: preset for preset in PRESETS},
     "dense": DENSE,

@@ -37,7 +37,7 @@ IDS = left_padded(tokens=40)["input_ids"].clamp(min=3)
 WINDOWED = {"preset": "int4-token", "sink_length": 2, "residual_length": 4}
 # Codes alone: texts here are hardly longer than the dense windows, and tokens that leave them do not come back as
 # they were.
-INT8 = {"preset": "int8", "sink_length": 0, "residual_length": 0}
+INT8 = models.INT8_CODES
 PRESETS = {
     "none": {"preset": "none"},
     "int8": INT8,

@@ -69,8 +69,8 @@ def unpatch(model: nn.Module, *, but: Collection[nn.Module] = ()) -> None:
             del module.__dict__["forward"]
 
 
-# Decoders that look neither attention nor masks up in transformers' registry. Kosmos-2 and ProphetNet raise with
-# transformers' own static cache, too (5.24).
+# Decoders that compute attention by themselves. Kosmos-2 and ProphetNet raise with transformers' own static cache, too
+# (5.24).
 _ATTEND_BY_THEMSELVES = {"GitModel", "Kosmos2TextTransformer", "ProphetNetDecoder"}
 
 
