@@ -911,6 +911,48 @@ DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const 
   return params;
 }
 
+DeltaGatesParams delta_gates_params(const Tensor& x, const Tensor& decay_weight, const Tensor& beta_weight,
+                                    const Tensor& A_log, const Tensor& dt_bias, double beta_factor) {
+  constexpr const char* kWhere = "delta_gates";
+  DeltaGatesParams params{};
+  check({kWhere, "x"}, x, x, std::nullopt, {kAny, kAny, kAny}, " All inputs of each token.");
+  params.dtype = dense_dtype({kWhere, "x"}, x);
+  KVQ_CHECK(params.dtype != Dtype::fp32, Subject{kWhere, "x"}, "be float16 or bfloat16, got ",
+            name_of(x.scalar_type()), ". Use the model's own functions.");
+  const int64_t inputs = x.size(2);
+  KVQ_CHECK(inputs > 0 && inputs % kGateInputs == 0, Subject{kWhere, "x"}, "have a multiple of ", kGateInputs,
+            " inputs, got ", inputs, ". Use the model's own functions.");
+  const auto starts_at_vector = [](const Subject& subject, const Tensor& rows, int64_t stride) {
+    constexpr int64_t kBytes = 16;
+    const bool fits = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kBytes == 0 && stride * 2 % kBytes == 0;
+    KVQ_CHECK(fits, subject, "have rows that begin at multiples of ", kBytes, " bytes, got strides ",
+              spell(rows.strides()), ". Call .clone().");
+  };
+  params.row_stride = row_stride(kWhere, "x", x);
+  starts_at_vector({kWhere, "x"}, x, params.row_stride);
+  const int64_t heads = decay_weight.dim() == 2 ? decay_weight.size(0) : kAny;
+  const auto weight = [&](const char* name, const Tensor& tensor) {
+    check({kWhere, name}, tensor, x, x.scalar_type(), {heads, inputs}, " A row of weights for each head.");
+    check_dense({kWhere, name}, tensor);
+    starts_at_vector({kWhere, name}, tensor, inputs);
+    return tensor.const_data_ptr();
+  };
+  params.decay_weight = weight("decay_weight", decay_weight);
+  params.beta_weight = weight("beta_weight", beta_weight);
+  const auto numbers = [&](const char* name, const Tensor& tensor, Dtype& dtype) {
+    check({kWhere, name}, tensor, x, std::nullopt, {heads}, " A number for each head.");
+    check_dense({kWhere, name}, tensor);
+    dtype = dense_dtype({kWhere, name}, tensor);
+    return tensor.const_data_ptr();
+  };
+  params.A_log = numbers("A_log", A_log, params.A_log_dtype);
+  params.dt_bias = numbers("dt_bias", dt_bias, params.dt_bias_dtype);
+  params.beta_factor = static_cast<float>(beta_factor);
+  params.num_rows = x.size(0) * x.size(1);
+  params.num_inputs = to_int(kWhere, "inputs", inputs), params.num_heads = to_int(kWhere, "heads", heads);
+  return params;
+}
+
 DeltaChunksParams delta_chunks_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
                                       const Tensor& beta, const Tensor& state, bool normalizes, const Tensor& begins,
                                       const Tensor& read_slots, const Tensor& write_slots) {

@@ -73,6 +73,8 @@ ConvStepParams conv_step_params(const Tensor& x, const Tensor& state, const Tens
 DeltaStepParams delta_step_params(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
                                   const Tensor& beta, const Tensor& state, const Tensor& target, bool normalizes,
                                   const std::optional<Tensor>& read_slots, const std::optional<Tensor>& write_slots);
+DeltaGatesParams delta_gates_params(const Tensor& x, const Tensor& decay_weight, const Tensor& beta_weight,
+                                    const Tensor& A_log, const Tensor& dt_bias, double beta_factor);
 ConvChunksParams conv_chunks_params(const Tensor& x, const Tensor& state, const Tensor& weight,
                                     const std::optional<Tensor>& bias, bool has_silu, const Tensor& begins,
                                     const Tensor& read_slots, const Tensor& write_slots);

@@ -104,6 +104,24 @@ struct DeltaStepParams {
   bool normalizes;
 };
 
+constexpr int kGateInputs = 32;  // inputs of gates come in multiples of this
+
+// The gates of the gated delta rule: decays g = -exp(A_log) softplus(x · decay_weight + dt_bias) and
+// beta = beta_factor · sigmoid(x · beta_weight).
+struct DeltaGatesParams {
+  const void* x;  // [num_rows, num_inputs], rows contiguous and at multiples of 16 bytes
+  int64_t row_stride;
+  const void *decay_weight, *beta_weight;  // [num_heads, num_inputs], contiguous
+  Dtype dtype;                             // of x, weights and beta: float16 or bfloat16
+  const void *A_log, *dt_bias;             // [num_heads]
+  Dtype A_log_dtype, dt_bias_dtype;
+  float* g;    // [num_rows, num_heads], contiguous
+  void* beta;  // likewise
+  float beta_factor;
+  int64_t num_rows;
+  int num_inputs, num_heads;
+};
+
 constexpr int kMaxChunkKeyDim = 128;  // channels of a key where a recurrence has many tokens
 
 // Sequences whose tokens lie in one row, one behind the other. Tokens of none, behind the last, give zeros.
@@ -154,6 +172,7 @@ void silu_mul(const SiluMulParams& params, void* stream);
 void packed_linear(const PackedLinearParams& params, void* stream);
 void conv_step(const ConvStepParams& params, void* stream);
 void delta_step(const DeltaStepParams& params, void* stream);
+void delta_gates(const DeltaGatesParams& params, void* stream);
 void conv_chunks(const ConvChunksParams& params, void* stream);
 void delta_chunks(const DeltaChunksParams& params, void* stream);
 // Loads the first bytes of `memory` into the L2 cache. Writes nothing and does not wait.

@@ -398,6 +398,17 @@ Tensor delta_step(const Tensor& query, const Tensor& key, const Tensor& value, c
   return out;
 }
 
+std::tuple<Tensor, Tensor> delta_gates(const Tensor& x, const Tensor& decay_weight, const Tensor& beta_weight,
+                                       const Tensor& A_log, const Tensor& dt_bias, double beta_factor) {
+  DeltaGatesParams params = delta_gates_params(x, decay_weight, beta_weight, A_log, dt_bias, beta_factor);
+  const CudaDevice device(x);
+  const Tensor beta = empty_beside(x, {x.size(0), x.size(1), params.num_heads});
+  const Tensor g = empty_beside(x, aoti_torch_dtype_float32(), {x.size(0), x.size(1), params.num_heads});
+  params.g = static_cast<float*>(g.data_ptr()), params.beta = beta.data_ptr();
+  if (g.numel() > 0) cuda::delta_gates(params, device.stream);
+  return {g, beta};
+}
+
 Tensor conv_chunks(const Tensor& x, const Tensor& state, const Tensor& weight, const std::optional<Tensor>& bias,
                    bool has_silu, const Tensor& begins, const Tensor& read_slots, const Tensor& write_slots) {
   ConvChunksParams params = conv_chunks_params(x, state, weight, bias, has_silu, begins, read_slots, write_slots);
@@ -488,6 +499,7 @@ KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("packed_linear", TORCH_BOX(&hf_kvquant::packed_linear));
   library.impl("conv_step", TORCH_BOX(&hf_kvquant::conv_step));
   library.impl("delta_step", TORCH_BOX(&hf_kvquant::delta_step));
+  library.impl("delta_gates", TORCH_BOX(&hf_kvquant::delta_gates));
   library.impl("conv_chunks", TORCH_BOX(&hf_kvquant::conv_chunks));
   library.impl("delta_chunks", TORCH_BOX(&hf_kvquant::delta_chunks));
   library.impl("prefetch", TORCH_BOX(&hf_kvquant::prefetch));

@@ -1500,6 +1500,36 @@ MUTATIONS = [
             "states that the model's own function computed are lost",
             "state_steps",
         ),
+    ),
+    *of(
+        "hf_kvquant/graphs/gates.py",
+        (
+            "argument.tensor if isinstance(argument, Gate) and argument.is_computed else argument",
+            "argument",
+            "a gate that was changed in place counts as it was before",
+            "gates",
+        ),
+        (
+            "or beta.names & g.names",
+            "",
+            "one projection makes both gates and is multiplied by the weight of another",
+            "gates",
+        ),
+        (
+            "if not is_known or not is_served():",
+            "if not is_known:",
+            "a function of another thread gets what is no tensor",
+            "gates",
+        ),
+        (
+            "lambda x, *_: (g.at(x), beta.at(x))",
+            "lambda *given: _kernel(1.0, *given)",
+            "gates that compute something else are replaced",
+            "gates",
+        ),
+    ),
+    *of(
+        "hf_kvquant/graphs/trials.py",
         (
             "unit * largest",
             "100 * unit * largest",

@@ -364,7 +364,7 @@ ALL = {**NORMS, "rotary": 2, "silu_mul": 2}
         ("gemma2", {"rms_norm": 5, "add_rms_norm": 4, "rotary": 2}),  # norms multiply by 1 + weight
         ("glm", NORMS),  # half of a head is turned, in pairs
         # One of two layers has a state, and a norm with a gate. A quarter of a head is turned.
-        pytest.param("qwen3_5_text", {**ALL, "rms_norm": 4, "rotary": 1}, marks=NEEDS_STATES),
+        pytest.param("qwen3_5_text", {**ALL, "rms_norm": 4, "rotary": 1, "delta_gates": 1}, marks=NEEDS_STATES),
         ("cohere", {"silu_mul": 2}),
         ("gpt2", {}),
     ],
@@ -374,8 +374,14 @@ def test_families(family: str, expected: dict[str, int], dtype: torch.dtype, dev
     model = built(family, device, dtype)
     before = step(model)
     logits, calls = fused_step(model)
+    has_kernels = device != "cpu"
+    if has_kernels and dtype is torch.float32:
+        expected = {name: count for name, count in expected.items() if name != "delta_gates"}
     assert calls == expected
-    same_bits(logits, before, family)
+    if has_kernels and "delta_gates" in calls:  # its sums have another order
+        torch.testing.assert_close(logits, before, rtol=0.05, atol=0.02 * float(before.abs().max()))
+    else:
+        same_bits(logits, before, family)
     same_bits(step(model), before, "afterwards")
 
 

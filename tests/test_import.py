@@ -122,7 +122,8 @@ def test_importing_adds_ops_and_two_implementations_and_nothing_else() -> None:
         expected = {f"hf_kvquant::{op}{of}" for op in with_reference for of in ("", "_reference")}
         others = ["dequantize", "rms_norm", "add_rms_norm", "rotary", "silu_mul"]
         others += ["packed_linear", "prefetch", "split_plan", "attend_chunk", "serves_chunk"]
-        others += ["why_general", "why_no_latent_kernel", "conv_step", "delta_step", "conv_chunks", "delta_chunks"]
+        others += ["why_general", "why_no_latent_kernel", "conv_step", "delta_step"]
+        others += ["delta_gates", "conv_chunks", "delta_chunks"]
         expected |= {f"hf_kvquant::{op}" for op in others}
         assert schemas() - ops == expected, schemas() - ops
         assert ops <= schemas()

@@ -17,7 +17,8 @@ from transformers import DynamicCache
 from hf_kvquant import patched
 from hf_kvquant.graphs import state_steps
 from hf_kvquant.graphs.fusion import fused
-from hf_kvquant.graphs.state_steps import CONV, DELTA, REPLACED, SlotStates, is_close, takes_slots
+from hf_kvquant.graphs.state_steps import CONV, DELTA, REPLACED, SlotStates, takes_slots
+from hf_kvquant.graphs.trials import is_close
 from hf_kvquant.spec import state_steps as reference
 from hf_kvquant.state import notes_on
 from hf_kvquant.upstream.releases import HAS_STATES, with_cache

@@ -4,10 +4,10 @@ A decode step of Llama launches some thirty small kernels per layer: eight for e
 embedding, two for the product in the MLP, two for residual additions. While a step is recorded, `fused` replaces each
 of these by one kernel (an addition joins the kernel of the norm after it): it replaces the forwards of instances and
 `apply_rotary_pos_emb` in the globals of the model's own code, and intercepts additions. The run before the recording
-verifies each replacement (`trials.py`). `state_steps.py` and `state_chunks.py` do the same for layers with states, up
-to the order in which sums are added. Modules with hooks or with their own forwards are never replaced, nor is anything
-under autograd or autocast. An MLP's linear layers may have their own forwards, as in libraries for quantised weights.
-`packed_linear.py` has the linear layers that cost an extra kernel.
+verifies each replacement (`trials.py`). `state_steps.py`, `state_chunks.py` and `gates.py` do the same for layers with
+states, up to the order in which sums are added. Modules with hooks or with their own forwards are never replaced, nor
+is anything under autograd or autocast. An MLP's linear layers may have their own forwards, as in libraries for
+quantised weights. `packed_linear.py` has the linear layers that cost an extra kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -30,13 +30,19 @@ from torch.overrides import TorchFunctionMode
 from .. import ops
 from .._ops import ops as torch_ops
 from ..state import notes_on
-from . import state_chunks, state_steps
+from . import gates, state_chunks, state_steps
+from .instances import identity, is_plain, only_calls_forward, replaced
 from .packed_linear import is_tile_packed, packed_linear
 from .trials import Chooser, Function, random_like
 
 ROTARY = "apply_rotary_pos_emb"
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _EPS = ("variance_epsilon", "eps")
+# What takes gates that are not computed yet.
+_GATED: dict[str, Function] = {
+    state_steps.DELTA: state_steps.delta_step,
+    state_chunks.DELTA_CHUNKS: state_chunks.delta_chunks,
+}
 
 # All threads share the functions in a module's globals, so only one step at a time may replace them.
 _lock = threading.RLock()
@@ -68,11 +74,13 @@ def fused(model: nn.Module) -> Iterator[None]:
                 fuse = functools.partial(_norm, chooser, additions, module)
             elif _is_mlp(module):
                 fuse = functools.partial(_mlp, chooser, module)
-            elif _is_plain(module) and is_tile_packed(module):
+            elif is_plain(module) and is_tile_packed(module):
                 fuse = functools.partial(packed_linear, chooser, module)
             else:
                 continue
-            stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse, count)))
+            stack.enter_context(replaced(module, forward=functools.partial(_fused_forward, module, fuse, count)))
+        for layer in filter(gates.has_gates, modules):
+            stack.enter_context(gates.deferred(layer, functools.partial(state_steps.takes_slots, layer, _GATED)))
         functions = {ROTARY: _rotary, **state_steps.REPLACED, **state_chunks.REPLACED}
         _replace(stack, chooser, _namespaces(modules), functions)
         stack.enter_context(additions)
@@ -115,18 +123,6 @@ def _replace(
                 setattr(namespace, name, functools.partial(function, chooser, original, threading.get_ident()))
 
 
-@contextlib.contextmanager
-def _forward(module: nn.Module, function: Function) -> Iterator[None]:
-    """Replace the forward of one module instance while the block runs."""
-    before = {name: own for name, own in vars(module).items() if name == "forward"}
-    module.__dict__["forward"] = function
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        module.__dict__.update(before)
-
-
 def _fused_forward(module: Any, fuse: Callable[..., Tensor | None], count: int, *args: Any, **kwargs: Any) -> Any:
     """The replaced forward of a module: `fuse` for `count` tensors, unless it returns `None`."""
     is_known = len(args) == count and not kwargs and all(isinstance(each, Tensor) for each in args)
@@ -134,28 +130,10 @@ def _fused_forward(module: Any, fuse: Callable[..., Tensor | None], count: int, 
     return type(module).forward(module, *args, **kwargs) if out is None else out
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether calling a module only calls the forward of its class."""
-    return "forward" not in vars(module) and _only_calls_forward(module)
-
-
-def _only_calls_forward(module: nn.Module) -> bool:
-    return not module._forward_hooks and not module._forward_pre_hooks and module._compiled_call_impl is None
-
-
-def _identity(module: nn.Module) -> Hashable:
-    """A key that differs between modules that compute different functions."""
-    simple = (bool, int, float, str, type(None))
-    attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    attributes.pop("forward", None)
-    values = (value if isinstance(value, simple) else id(value) for value in attributes.values())
-    return type(module), tuple(attributes), tuple(values)
-
-
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module may be an RMSNorm: it has a weight per channel, an epsilon, and nothing else."""
     return (
-        _is_plain(module)
+        is_plain(module)
         and set(module._parameters) == {"weight"}
         and type(module.weight) is nn.Parameter
         and module.weight.ndim == 1
@@ -178,7 +156,7 @@ def _norm(chooser: Chooser, additions: _Additions, module: Any, x: Tensor) -> An
     if normed is not None:
         return normed
     original = functools.partial(_norm_with, module)
-    function = chooser.choose(type(module).__name__, _identity(module), (x, weight), original, _norms(_eps_of(module)))
+    function = chooser.choose(type(module).__name__, identity(module), (x, weight), original, _norms(_eps_of(module)))
     return None if function is None else function(x, weight)
 
 
@@ -189,7 +167,7 @@ def _gated_norm(chooser: Chooser, module: Any, x: Tensor, gate: Tensor) -> Any:
         return _norm_with(module, x, weight, gate)
 
     tensors = x, module.weight, gate
-    function = chooser.choose(type(module).__name__, _identity(module), tensors, original, _norms(_eps_of(module)))
+    function = chooser.choose(type(module).__name__, identity(module), tensors, original, _norms(_eps_of(module)))
     return None if function is None else function(*tensors)
 
 
@@ -275,7 +253,7 @@ class _Additions(TorchFunctionMode):
             "one kernel with the norm's 1 + weight": lambda x, other, weight: add_rms_norm(x, other, weight, eps, True),
         }
         name = f"the addition before {type(norm).__name__}"
-        return self._chooser.choose(name, _identity(norm), (x, other, norm.weight), original, candidates)
+        return self._chooser.choose(name, identity(norm), (x, other, norm.weight), original, candidates)
 
     def normed(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The output of a norm for `x` if it was computed together with `x`, else `None`."""
@@ -303,10 +281,10 @@ def _is_mlp(module: nn.Module) -> bool:
     """Whether a module may be down(act(gate(x)) · up(x))."""
     children = dict(module.named_children())
     return (
-        _is_plain(module)
+        is_plain(module)
         and set(children) == set(_MLP)
-        and all(map(_only_calls_forward, children.values()))
-        and _is_plain(children["act_fn"])
+        and all(map(only_calls_forward, children.values()))
+        and is_plain(children["act_fn"])
         and not any(True for _ in children["act_fn"].parameters())
         and not module._parameters
         and not module._buffers
@@ -317,7 +295,7 @@ def _mlp(chooser: Chooser, module: Any, x: Tensor) -> Any:
     """The output of a gated MLP, or `None` if its own forward has to compute it."""
     function = chooser.choose(
         type(module).__name__,
-        (_identity(module), _identity(module.act_fn)),
+        (identity(module), identity(module.act_fn)),
         (x,),
         functools.partial(_product, module, x),
         {"one kernel between its linear layers": torch_ops.silu_mul},
@@ -338,7 +316,7 @@ def _product(module: Any, x: Tensor, gate: Tensor, up: Tensor) -> Any:
 
     with contextlib.ExitStack() as stack:
         for name, result in (("gate_proj", gate), ("up_proj", up), ("down_proj", end)):
-            stack.enter_context(_forward(getattr(module, name), functools.partial(layer, name, result)))
+            stack.enter_context(replaced(getattr(module, name), forward=functools.partial(layer, name, result)))
         output = type(module).forward(module, x)
     inputs = dict(fed)
     is_known = len(fed) == len(inputs) == 3 and inputs["gate_proj"] is x and inputs["up_proj"] is x and output is end

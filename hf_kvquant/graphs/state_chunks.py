@@ -26,8 +26,9 @@ from torch import Tensor
 
 from .._ops import ops as torch_ops
 from ..spec.state_steps import stored
-from .state_steps import SlotStates, conv_draws, delta_draws, is_close, is_known_delta
-from .trials import Chooser, Function
+from .gates import computed
+from .state_steps import SlotStates, conv_draws, delta_draws, is_known_delta
+from .trials import Chooser, Function, is_close
 
 CONV_CHUNKS, DELTA_CHUNKS = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 # Options of the convolution that change its result, and that the kernel does not have (causal-conv1d 1.5, fla 0.6).
@@ -220,7 +221,7 @@ def delta_chunks(
         query: `[batch, tokens, num_k_heads, key_dim]`.
         key: Like `query`.
         value: `[batch, tokens, num_heads, value_dim]`.
-        g: `[batch, tokens, num_heads]`: logarithms of decays.
+        g: `[batch, tokens, num_heads]`: logarithms of decays. May be a `Gate`.
         beta: Like `g`.
         initial_state: `[batch, num_heads, key_dim, value_dim]`, `None` for zeros, or a `SequenceStates`.
         output_final_state: Whether the new states are returned.
@@ -230,7 +231,8 @@ def delta_chunks(
     Returns:
         `[batch, tokens, num_heads, value_dim]`, and the new states. If they came in slots, they are there already.
     """
-    normalizes, vectors = use_qk_l2norm_in_kernel, (query, key, value, g, beta)
+    normalizes, vectors = use_qk_l2norm_in_kernel, (query, key, value, *computed(chooser, g, beta))
+    *_, g, beta = vectors
     options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": normalizes, **kwargs}
     if isinstance(initial_state, SequenceStates):
         states = initial_state

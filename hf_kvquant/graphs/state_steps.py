@@ -24,16 +24,14 @@ from torch import Tensor, nn
 from .._ops import ops as torch_ops
 from ..models.layers import GATED_DELTA_RULE
 from ..spec.state_steps import stored
-from .trials import Chooser, Function
+from .gates import computed
+from .trials import Chooser, Function, is_close
 
 CONV, DELTA = "causal_conv1d_update", GATED_DELTA_RULE
 # Options of the gated delta rule that change its result, and that the kernel does not have (fla 0.6).
 _OTHER_OPTIONS = frozenset(
     "scale gk gv use_gate_in_kernel A_log dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first".split()
 )
-# How far results may be off, in units of rounding of the largest: sums of up to 256 products in float32, and one
-# rounding to the dtype of results on either side.
-_ROUNDINGS, _SUM_ROUNDINGS = 2.0, 64.0
 # A trial has no more sequences than these. PyTorch's versions hold several copies of all states, which may be
 # gigabytes, and the number of sequences differs from one step of continuous batching to the next.
 _TRIED = 4
@@ -152,7 +150,7 @@ def delta_step(
         query: `[batch, tokens, num_k_heads, key_dim]`.
         key: Like `query`.
         value: `[batch, tokens, num_heads, value_dim]`.
-        g: `[batch, tokens, num_heads]`: logarithms of decays.
+        g: `[batch, tokens, num_heads]`: logarithms of decays. May be a `Gate`.
         beta: Like `g`.
         initial_state: `[batch, num_heads, key_dim, value_dim]`, or a `SlotStates` of such.
         output_final_state: Whether the new states are returned.
@@ -166,6 +164,7 @@ def delta_step(
     plane = initial_state if slots is None else slots.plane
     is_known = is_known_delta(output_final_state, kwargs) and isinstance(plane, Tensor)
     is_known = is_known and threading.get_ident() == thread and query.shape[1] == 1
+    g, beta = computed(chooser, g, beta)
     options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **kwargs}
     if is_known and g is not None and beta is not None:
 
@@ -223,21 +222,6 @@ def delta_draws(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     for magnitude in (1.0, 1e-2, 30.0):
         query, key, value, g, beta, state = map(drawn, tensors)
         yield query, key, value * magnitude, -g.square() * magnitude, beta.sigmoid(), state * magnitude
-
-
-def is_close(actual: Any, expected: Any, least: float = 0.0) -> bool:
-    """Whether tensors, or tuples of them, differ by no more than the order of sums and a rounding explain.
-
-    `least` is the least unit of that rounding, relative to the largest number of a tensor.
-    """
-    if isinstance(expected, tuple):
-        pairs = zip(actual, expected, strict=False)
-        return len(actual) == len(expected) and all(is_close(x, y, least) for x, y in pairs)
-    if not isinstance(expected, Tensor) or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-        return False
-    largest = float(expected.abs().max())
-    unit = _ROUNDINGS * max(torch.finfo(expected.dtype).eps, least) + _SUM_ROUNDINGS * torch.finfo(torch.float32).eps
-    return bool(((actual - expected).abs() <= unit * largest).all())
 
 
 REPLACED: dict[str, Callable[..., Any]] = {CONV: conv_step, DELTA: delta_step}

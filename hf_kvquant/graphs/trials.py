@@ -22,6 +22,9 @@ Function = Callable[..., Any]
 # Magnitudes of the random numbers that replacements are tried on.
 _MAGNITUDES = (1.0, 1e-3, 100.0)
 _ALIGNMENT = 16  # bytes that kernels load at a time
+# How far results may be off, in units of rounding of the largest: sums of up to 256 products in float32, and one
+# rounding to the dtype of results on either side.
+_ROUNDINGS, _SUM_ROUNDINGS = 2.0, 64.0
 # Numbers of the largest random tensor. One of 8,192 tokens in an MLP of Llama-3-8B would have 470 MB in float32.
 _MOST_NUMBERS = 2**22
 
@@ -135,6 +138,21 @@ def _is_same(actual: Any, expected: Any) -> bool:
     bits = torch.int32 if expected.element_size() == 4 else torch.int16
     x, y = (torch.where(each.isnan(), torch.nan, each).view(bits) for each in (actual, expected))
     return torch.equal(x, y)
+
+
+def is_close(actual: Any, expected: Any, least: float = 0.0) -> bool:
+    """Whether tensors, or tuples of them, differ by no more than the order of sums and a rounding explain.
+
+    `least` is the least unit of that rounding, relative to the largest number of a tensor.
+    """
+    if isinstance(expected, tuple):
+        pairs = zip(actual, expected, strict=False)
+        return len(actual) == len(expected) and all(is_close(x, y, least) for x, y in pairs)
+    if not isinstance(expected, Tensor) or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return False
+    largest = float(expected.abs().max())
+    unit = _ROUNDINGS * max(torch.finfo(expected.dtype).eps, least) + _SUM_ROUNDINGS * torch.finfo(torch.float32).eps
+    return bool(((actual - expected).abs() <= unit * largest).all())
 
 
 def _form_of(tensor: Tensor) -> Hashable:

@@ -14,8 +14,9 @@ of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
 kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. So does `packed_linear`, a
 linear layer with torchao's tile-packed int4 weights, which only `packed_linear.py` calls. `conv_step` and `delta_step`
 are one token of layers with states (`spec/state_steps.py`), `conv_chunks` and `delta_chunks` many
-(`spec/state_chunks.py`). Only the modules of these names in `graphs` call them. `prefetch` loads weights into a GPU's
-L2 cache before a linear layer needs them. Only `prefetch.py` calls it. `split_plan` is explained in `planning.py`.
+(`spec/state_chunks.py`). Only the modules of these names in `graphs` call them, and `gates.py` calls `delta_gates`, the
+gates of both. `prefetch` loads weights into a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls
+it. `split_plan` is explained in `planning.py`.
 
 Kernels check everything that could corrupt memory (csrc/args.cpp). The checks here are few: sizes, dtypes and devices
 for the reference, so that PyTorch does not broadcast over a mistake, and what the fakes read.
@@ -85,6 +86,8 @@ FUSED_SCHEMAS = (
     "Tensor? write_slots) -> Tensor",
     "delta_step(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor state, Tensor(a!) target, "
     "bool normalizes, Tensor? read_slots, Tensor? write_slots) -> Tensor",
+    "delta_gates(Tensor x, Tensor decay_weight, Tensor beta_weight, Tensor A_log, Tensor dt_bias, "
+    "float beta_factor) -> (Tensor g, Tensor beta)",
     "conv_chunks(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, bool has_silu, Tensor begins, "
     "Tensor read_slots, Tensor write_slots) -> Tensor",
     "delta_chunks(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) state, bool normalizes, "
@@ -601,6 +604,11 @@ def _delta_fake(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Ten
     return query.new_empty(value.shape)
 
 
+def _gates_fake(x: Tensor, decay_weight: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    shape = *x.shape[:2], len(decay_weight)
+    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32)), x.new_empty(shape)
+
+
 def _conv_chunks_fake(x: Tensor, *args: object) -> Tensor:
     return x.new_empty((1, x.shape[2], x.shape[1]))
 
@@ -670,6 +678,7 @@ for _name, _kernel, _fake in (
     ("packed_linear", reference.packed_linear, _packed_linear_fake),
     ("conv_step", state_steps.conv_step, _fake_like("conv_step", "x")),
     ("delta_step", state_steps.delta_step, _delta_fake),
+    ("delta_gates", state_steps.delta_gates, _gates_fake),
     ("conv_chunks", state_chunks.conv_chunks, _conv_chunks_fake),
     ("delta_chunks", state_chunks.delta_chunks, _delta_fake),
     ("prefetch", _prefetch, _prefetch_fake),

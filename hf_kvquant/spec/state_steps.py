@@ -119,6 +119,42 @@ def delta_step(
     return out.to(query.dtype).unsqueeze(1)
 
 
+def delta_gates(
+    x: Tensor, decay_weight: Tensor, beta_weight: Tensor, A_log: Tensor, dt_bias: Tensor, beta_factor: float
+) -> tuple[Tensor, Tensor]:
+    """The gates of the gated delta rule (Yang et al. 2024, arXiv:2412.06464), of any number of tokens.
+
+    Decays are those of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). Projections are rounded to the dtype of `x`.
+
+    Args:
+        x: `[batch, tokens, inputs]`.
+        decay_weight: `[heads, inputs]`, dtype of `x`.
+        beta_weight: Like `decay_weight`.
+        A_log: `[heads]`: logarithms of the rates of decay.
+        dt_bias: `[heads]`.
+        beta_factor: What betas are multiplied by: 2 in models that allow negative eigenvalues, else 1.
+
+    Returns:
+        g: `[batch, tokens, heads]`, float32 at least: -exp(A_log) softplus(x · decay_weight + dt_bias), the logarithms
+            of decays.
+        beta: `[batch, tokens, heads]`, dtype of `x`: beta_factor · sigmoid(x · beta_weight).
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    inputs = _sizes("delta_gates", "x", x, (None, None, None))[2]
+    heads = _sizes("delta_gates", "decay_weight", decay_weight, (None, inputs))[0]
+    _sizes("delta_gates", "beta_weight", beta_weight, (heads, inputs))
+    for name, numbers in (("A_log", A_log), ("dt_bias", dt_bias)):
+        _sizes("delta_gates", name, numbers, (heads,))
+    for name, weight in (("decay_weight", decay_weight), ("beta_weight", beta_weight)):
+        if weight.dtype != x.dtype:
+            raise ValueError(f"delta_gates: `{name}` must be {x.dtype} like `x`, got {weight.dtype}. Cast it.")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g = -A_log.to(wide).exp() * F.softplus(F.linear(x, decay_weight).to(wide) + dt_bias)
+    return g, F.linear(x, beta_weight).sigmoid() * beta_factor
+
+
 def check_conv(where: str, channels: int, state: Tensor, weight: Tensor) -> int:
     """The `state_len` of a convolution, whose weight and state must fit its channels."""
     width = _sizes(where, "weight", weight, (channels, None))[1]
