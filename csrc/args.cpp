@@ -928,6 +928,7 @@ DeltaGatesParams delta_gates_params(const Tensor& x, const Tensor& decay_weight,
     KVQ_CHECK(fits, subject, "have rows that begin at multiples of ", kBytes, " bytes, got strides ",
               spell(rows.strides()), ". Call .clone().");
   };
+  params.x = x.const_data_ptr();
   params.row_stride = row_stride(kWhere, "x", x);
   starts_at_vector({kWhere, "x"}, x, params.row_stride);
   const int64_t heads = decay_weight.dim() == 2 ? decay_weight.size(0) : kAny;
