@@ -351,7 +351,12 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& other, co
 std::tuple<Tensor, Tensor> rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
   RotaryParams params = rotary_params(query, key, cos, sin);
   const CudaDevice device(query);
-  const Tensor out_query = torch::stable::empty_like(query), out_key = torch::stable::empty_like(key);
+  // The layout that PyTorch gives: elementwise results are laid out like their inputs, concatenated parts contiguously.
+  const auto empty = [&](const Tensor& x) {
+    if (params.rotary_dim == params.head_dim) return torch::stable::empty_like(x);
+    return empty_beside(x, {x.size(0), x.size(1), x.size(2), x.size(3)});
+  };
+  const Tensor out_query = empty(query), out_key = empty(key);
   params.out_query = dense_of(out_query, params.query.dtype);
   params.out_key = dense_of(out_key, params.key.dtype);
   if (params.batch > 0 && params.q_len > 0) cuda::rotary(params, device.stream);

@@ -111,6 +111,7 @@ def test_rotary(head_dim: int, rotary_dim: int, num_heads: tuple[int, int], dtyp
             actual, expected = FUSED.rotary(query, key, cos, sin), reference.rotary(query, key, cos, sin)
             for x, y, name in zip(actual, expected, ("query", "key"), strict=True):
                 same_bits(x, y, f"{name}, batch {batch}, q_len {q_len}")
+                assert x.stride() == y.stride() or 1 in y.shape, "a trial would refuse another layout"
 
 
 @CUDA_ONLY
@@ -164,6 +165,16 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
 
 
 OPS = ["rms_norm", "add_rms_norm", "rotary", "silu_mul"]
+
+
+@pytest.mark.parametrize("rotary_dim", [4, 8])
+def test_the_layout_of_heads_that_are_turned(rotary_dim: int, device: str) -> None:
+    """Of tokens in one row, as in batches: that of PyTorch, and of its fake."""
+    query, key = (randn(1, 5, heads, 8, device=device).transpose(1, 2) for heads in (4, 2))
+    cos, sin = (randn(1, 5, rotary_dim, device=device) for _ in range(2))
+    torch.library.opcheck(FUSED.rotary.default, (query, key, cos, sin))
+    for x, y in zip(FUSED.rotary(query, key, cos, sin), reference.rotary(query, key, cos, sin), strict=True):
+        assert x.stride() == y.stride()
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -135,7 +135,7 @@ def test_operands_that_do_not_fit(device: str, index: int, change: Any, message:
     [
         (0, lambda x: x.float(), "`x` must be float16 or bfloat16, got "),
         (0, lambda x: x[..., :24], "`x` must have a multiple of 32 inputs, got 24. Use the model's own functions."),
-        (0, lambda x: x[..., 4:36], "`x` must have rows that begin at multiples of 16 bytes"),
+        (0, lambda x: x[..., 4:36], "`x` must start at a multiple of 16 bytes, got a view that does not."),
         (1, lambda x: x.t().contiguous().t(), "`decay_weight` must be contiguous"),
     ],
 )

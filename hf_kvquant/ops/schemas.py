@@ -592,6 +592,12 @@ def _fake_like(op: str, *like: str) -> Callable[..., Any]:
     return fake
 
 
+def _rotary_fake(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    if cos.shape[-1] == query.shape[-1]:
+        return _fake_like("rotary", "query", "key")(query, key, cos, sin)
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
 def _split_plan_fake(lengths: Tensor, starts: Tensor | None, num_slots: int, min_tokens: int) -> Tensor:
     return lengths.new_empty((len(lengths) + num_slots, 4))
 
@@ -673,7 +679,7 @@ for _name, _kernel, _fake in (
     ("dequantize", _dequantize, _dequantize_fake),
     ("rms_norm", reference.rms_norm, _fake_like("rms_norm", "x")),
     ("add_rms_norm", reference.add_rms_norm, _fake_like("add_rms_norm", "x", "other")),
-    ("rotary", reference.rotary, _fake_like("rotary", "query", "key")),
+    ("rotary", reference.rotary, _rotary_fake),
     ("silu_mul", reference.silu_mul, _fake_like("silu_mul", "gate")),
     ("packed_linear", reference.packed_linear, _packed_linear_fake),
     ("conv_step", state_steps.conv_step, _fake_like("conv_step", "x")),
