@@ -248,6 +248,27 @@ def test_the_kernel_of_the_convolution(
 
 
 @CUDA_ONLY
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [1, 70, 71, 600])
+def test_a_convolution_of_any_layout(channels: int, dtype: torch.dtype) -> None:
+    """Inputs side by side or apart, at odd addresses, and states that begin anywhere."""
+    torch.manual_seed(0)
+    rows = torch.randn(3, 1, 2 * channels + 2, device="cuda").to(dtype)
+    numbers = torch.randn(2, 3, 4 * channels + 1, device="cuda").to(dtype)
+    states = numbers[0, :, :-1].unflatten(1, (channels, 4)), numbers[1, :, 1:].unflatten(1, (channels, 4))
+    weights = torch.randn(channels, 4, device="cuda").to(dtype)
+    for x in (rows[..., :channels], rows[..., 1 : channels + 1], rows[..., : 2 * channels : 2]):
+        x = x.transpose(1, 2)
+        for state in states:
+            expected_state, held = state.clone(), state.clone()
+            expected = reference.conv_step(x, expected_state, weights, None, True, None, None)
+            slots = numbers.new_full((3, 4 * channels + 1), torch.nan)[:, :-1].unflatten(1, (channels, 4))
+            for new in (held, slots.copy_(state)):
+                assert is_close(OPS.conv_step(x, new, weights, None, True, None, None), expected)
+                assert torch.equal(new, expected_state)
+
+
+@CUDA_ONLY
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_slots_that_do_not_exist_are_zero_and_not_written(shape: tuple[int, ...], state_dtype: torch.dtype) -> None:

@@ -25,45 +25,62 @@ namespace {
 constexpr int kWarp = 32, kMaxParts = 16, kMaxDeltaThreads = kWarp * kMaxParts;
 constexpr int kConvThreads = 256;
 
-// Four numbers of 16 bits, which are loaded and stored at once.
-constexpr int kPacked = 4;
+// Numbers of 16 bits that are loaded and stored at once.
+constexpr int kPacked = 4, kPackedChannels = 2;  // the inputs of a channel, and the channels of a thread
+using Packed = uint4;                            // all of them
+using Pair = uint32_t;                           // a number of each channel
+static_assert(sizeof(Packed) == kPacked * sizeof(Pair) && sizeof(Pair) == kPackedChannels * sizeof(uint16_t));
 
-__device__ __forceinline__ void load_packed(const void* data, Dtype dtype, int64_t first, float (&x)[kPacked]) {
-  const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + first);
-  const uint32_t pairs[2] = {words.x, words.y};
+__device__ __forceinline__ void unpack_pair(Pair pair, Dtype dtype, float (&x)[2]) {
 #pragma unroll
-  for (int i = 0; i < kPacked; ++i) {
-    const uint16_t bits = pairs[i / 2] >> (16 * (i % 2));
+  for (int i = 0; i < 2; ++i) {
+    const uint16_t bits = pair >> (16 * i);
     x[i] = dtype == Dtype::fp16 ? half_to_float(bits) : __uint_as_float(uint32_t{bits} << 16);
   }
 }
 
-// The same for a state of four inputs and weights of as many, all of 16 bits and one dtype.
+// A thread for two channels of a sequence, where states and weights have four numbers for each, all of 16 bits and one
+// dtype, and new inputs lie side by side.
 __global__ void __launch_bounds__(kConvThreads) step_packed_conv(const __grid_constant__ ConvStepParams params) {
-  const int64_t number = int64_t{blockIdx.x} * kConvThreads + threadIdx.x;
-  if (number >= int64_t{params.batch} * params.channels) return;
-  const int b = static_cast<int>(number / params.channels), c = static_cast<int>(number % params.channels);
+  const int b = blockIdx.y, c = (blockIdx.x * kConvThreads + threadIdx.x) * kPackedChannels;
+  if (c >= params.channels) return;
   const int64_t read = slot_of(params.slots.read, b, params.slots.num_slots);
   const int64_t write = slot_of(params.slots.write, b, params.slots.num_slots);
   const Dtype dtype = params.dtype;
-  float seen[kPacked] = {}, weight[kPacked];
-  if (read >= 0) load_packed(params.state, dtype, read * params.state_stride + int64_t{c} * kPacked, seen);
-  load_packed(params.weight, dtype, int64_t{c} * kPacked, weight);
-  const float x = loaded(params.x, dtype, b * params.stride_b + c * params.stride_c);
-  const float inputs[kPacked] = {seen[1], seen[2], seen[3], x};
-  float sum = 0.f;
+  const auto at = [c](const void* data, int64_t first) {
+    return static_cast<const uint16_t*>(data) + first + int64_t{c} * kPacked;
+  };
+  Packed seen{0, 0, 0, 0};
+  if (read >= 0) seen = *reinterpret_cast<const Packed*>(at(params.state, read * params.state_stride));
+  const Packed weights = *reinterpret_cast<const Packed*>(at(params.weight, 0));
+  const Pair inputs = *reinterpret_cast<const Pair*>(static_cast<const uint16_t*>(params.x) + b * params.stride_b + c);
+  // Of each channel: its state without the oldest input, then the new one.
+  const Pair moved[kPackedChannels][2] = {{__funnelshift_r(seen.x, seen.y, 16), seen.y >> 16 | inputs << 16},
+                                          {__funnelshift_r(seen.z, seen.w, 16), seen.w >> 16 | (inputs & 0xffff0000u)}};
+  const Pair weight[kPackedChannels][2] = {{weights.x, weights.y}, {weights.z, weights.w}};
+  float sums[kPackedChannels] = {};
 #pragma unroll
-  for (int i = 0; i < kPacked; ++i) sum = fmaf(weight[i], inputs[i], sum);
-  if (params.bias != nullptr) sum += loaded(params.bias, dtype, c);
-  sum = rounded(dtype, sum);
-  if (params.has_silu) sum = rounded(dtype, sum / (1.f + expf(-sum)));
-  store(params.out, dtype, number, sum);
+  for (int channel = 0; channel < kPackedChannels; ++channel) {
+#pragma unroll
+    for (int i = 0; i < kPacked / 2; ++i) {
+      float x[2], w[2];
+      unpack_pair(moved[channel][i], dtype, x);
+      unpack_pair(weight[channel][i], dtype, w);
+      sums[channel] = fmaf(w[1], x[1], fmaf(w[0], x[0], sums[channel]));
+    }
+    float& sum = sums[channel];
+    if (params.bias != nullptr) sum += loaded(params.bias, dtype, c + channel);
+    sum = rounded(dtype, sum);
+    if (params.has_silu) sum = sum / (1.f + expf(-sum));
+  }
+  const int64_t to = int64_t{b} * params.channels + c;
+  *reinterpret_cast<Pair*>(static_cast<uint16_t*>(params.out) + to) = narrow(dtype, sums[0], sums[1]);
   if (write < 0) return;
-  uint16_t* const to = static_cast<uint16_t*>(params.state) + write * params.state_stride + int64_t{c} * kPacked;
-  *reinterpret_cast<uint2*>(to) = {narrow(dtype, inputs[0], inputs[1]), narrow(dtype, inputs[2], inputs[3])};
+  uint16_t* const state = static_cast<uint16_t*>(params.state) + write * params.state_stride + int64_t{c} * kPacked;
+  *reinterpret_cast<Packed*>(state) = {moved[0][0], moved[0][1], moved[1][0], moved[1][1]};
 }
 
-// A thread for each channel of a sequence.
+// Any other layout: a thread for each channel of a sequence.
 __global__ void __launch_bounds__(kConvThreads) step_conv(const __grid_constant__ ConvStepParams params) {
   const int64_t number = int64_t{blockIdx.x} * kConvThreads + threadIdx.x;
   if (number >= int64_t{params.batch} * params.channels) return;
@@ -508,16 +525,24 @@ void launch_step(const DeltaStepParams& params, void* stream) {
 }  // namespace
 
 void conv_step(const ConvStepParams& params, void* stream) {
-  const int64_t num_threads = int64_t{params.batch} * params.channels;
-  const auto is_even = [](const void* data) {
-    return reinterpret_cast<uintptr_t>(data) % (kPacked * sizeof(uint16_t)) == 0;
+  const auto is_even = [](const void* data, int64_t stride, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride * sizeof(uint16_t) % bytes == 0;
   };
   const bool is_packed = params.dtype != Dtype::fp32 && params.state_dtype == params.dtype &&
                          params.weight_dtype == params.dtype && params.state_len == kPacked &&
-                         params.width == kPacked && params.state_stride % kPacked == 0 && is_even(params.state) &&
-                         is_even(params.weight);
-  launch("conv_step", is_packed ? step_packed_conv : step_conv, (num_threads + kConvThreads - 1) / kConvThreads,
-         kConvThreads, 0, stream, params);
+                         params.width == kPacked && params.channels % kPackedChannels == 0 && params.stride_c == 1 &&
+                         is_even(params.x, params.stride_b, sizeof(Pair)) &&
+                         is_even(params.state, params.state_stride, sizeof(Packed)) &&
+                         is_even(params.weight, 0, sizeof(Packed));
+  constexpr int kMostSequences = 65535;  // of an axis of a grid
+  if (is_packed && params.batch <= kMostSequences) {
+    dim3 grid = grid_of("conv_step", (params.channels / kPackedChannels + kConvThreads - 1) / kConvThreads);
+    grid.y = params.batch;
+    launch("conv_step", step_packed_conv, {grid, kConvThreads, 0, stream, false}, params);
+    return;
+  }
+  const int64_t num_threads = int64_t{params.batch} * params.channels;
+  launch("conv_step", step_conv, (num_threads + kConvThreads - 1) / kConvThreads, kConvThreads, 0, stream, params);
 }
 
 void delta_step(const DeltaStepParams& params, void* stream) {
