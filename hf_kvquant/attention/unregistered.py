@@ -139,7 +139,7 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
     if not isinstance(layer, (KVQuantLayer, SimulatingLayer)):
         return None
     storage, notes = layer.storage, cache.notes
-    is_left_alone = not storage.is_quantized or module.training or kwargs.get("output_attentions")
+    is_left_alone = not storage.formats.is_quantized or module.training or kwargs.get("output_attentions")
     if isinstance(layer, SimulatingLayer):
         return None if is_left_alone else functools.partial(_simulate, cache, index, _visible(family, mask))
     starts = _starts_of(family, mask)
@@ -198,7 +198,7 @@ def _attend(
     handle, _ = cache.update(key, value, index)
     assert isinstance(handle, KVHandle)
     if not torch.compiler.is_compiling():
-        handle.step.storage.masked_window = options.get("sliding_window", 0)
+        handle.step.storage.rows.masked_window = options.get("sliding_window", 0)
     # CodeGen rotates queries in float32. Round them like the keys, since kernels take the model's dtype.
     out, _ = handle.step.storage.attend(
         query.to(value.dtype),
@@ -243,7 +243,7 @@ def _simulate(
     layer = cache.layers[index]
     assert isinstance(layer, SimulatingLayer)
     cache.update(key, value, index)
-    layer.storage.masked_window = sliding_window
+    layer.storage.rows.masked_window = sliding_window
     position = torch.arange(query.shape[2], device=query.device)
     distance = position - position.unsqueeze(1)  # [tokens, tokens], of a key from a query
     mask = is_visible.unsqueeze(1)

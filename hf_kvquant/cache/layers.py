@@ -142,7 +142,7 @@ class KVQuantLayer(CacheLayerMixin):
             starts = self.notes.starts
             storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
-            if not storage.is_quantized:
+            if not storage.formats.is_quantized:
                 # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
                 return key_states.contiguous(), value_states.contiguous()
             return key_states, value_states

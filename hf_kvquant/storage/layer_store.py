@@ -78,12 +78,10 @@ class LayerStore:
             formats = dataclasses.replace(formats, sink_length=0)
         self.name = name
         self.formats = formats
-        self.is_quantized = formats.is_quantized
         alignment = _layout_of(formats).token_alignment
         self.rows = Ring(window, alignment, max_cache_len) if window else Linear(alignment, max_cache_len)
         # Whether many new tokens are a chunk. Not where other layers attend to them, too, once they are written.
         self.has_chunks = True
-        self.masked_window = 0  # of a model that computes attention itself; the cache then keeps all tokens (GPT-Neo)
         self.residency = Owned()
         if offloader is not None:
             assert max_cache_len is None
@@ -574,7 +572,7 @@ class LayerStore:
         self.flush()
         buffers, num_tokens, begin = self.residency.arrive(), self.num_shown, self.offset
         is_cut = self.is_static or self.is_ring or self.is_ragged
-        if not (self.is_quantized or self.is_offloaded or is_cut or buffers.key_transform):
+        if not (self.formats.is_quantized or self.is_offloaded or is_cut or buffers.key_transform):
             key, value = (planes.codes[:, :, begin : begin + num_tokens] for planes in buffers.planes)
             return key, value
         options: dict[str, Any] = {"begin": begin, "num_tokens": num_tokens, "dtype": buffers.dtype}
@@ -591,7 +589,7 @@ class LayerStore:
                 rings.
         """
         pending = self.pending
-        if pending is None or pending[0].shape[2] <= self.largest_step(self.window or self.masked_window):
+        if pending is None or pending[0].shape[2] <= self.largest_step(self.window or self.rows.masked_window):
             return self._dequantized(keeps_transform=keeps_transform)
         buffers, q_len, begin = self.residency.arrive(), pending[0].shape[2], self.offset
         past = self.lengths - q_len

@@ -38,6 +38,7 @@ class Linear:
     """
 
     window = 0  # positions visible to a query, itself included; 0 for all
+    masked_window = 0  # the same where a model's own masks hide the others, which keep their rows (GPT-Neo)
     is_unrolled = False  # see `Ring`
 
     def __init__(self, alignment: int, max_cache_len: int | None) -> None:
