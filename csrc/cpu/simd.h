@@ -339,14 +339,24 @@ inline Float load_fp8_scaled(const uint8_t* p) {
   return of_halves((((wide << 8) >> 1) & ~0x4000) | (((wide & 0x7F) == 0x7F) & 0x7E00));
 }
 
-// Integers of a width without instructions of its own, one at a time. The codes of eight channels are one number.
+// Integers of a width without instructions of its own. The codes of eight channels are one number of kBits bytes. Each
+// lane shifts a word that holds its code, and the codes of as many channels as fit.
 template <int kBits>
 inline Float load_bits(const uint8_t* row, int c) {
-  return each([&](int i) {
-    uint64_t eight = 0;
-    std::memcpy(&eight, row + (c + i) / 8 * kBits, kBits);
-    return static_cast<float>(eight >> (c + i) % 8 * kBits & ((1u << kBits) - 1));
-  });
+  typedef uint32_t Bits __attribute__((vector_size(kWidth * 4)));
+  constexpr int kOfWord = kWidth >= 8 && kBits * kWidth <= 32 ? kWidth : 8;  // channels
+  constexpr int kBytes = kOfWord * kBits / 8, kWords = (kWidth + kOfWord - 1) / kOfWord;
+  static_assert(kWords <= 2);
+  const uint8_t* const first = row + c / 8 * kBits;
+  uint32_t words[2] = {};
+  for (int i = 0; i < kWords; ++i) std::memcpy(words + i, first + i * kBytes, kBytes);
+  Bits codes = Bits{} + words[0], shifts;
+  for (int i = 0; i < kWidth; ++i) shifts[i] = i % kOfWord * kBits;
+  if constexpr (kWords == 2) {
+    for (int i = kOfWord; i < kWidth; ++i) codes[i] = words[1];
+  }
+  if constexpr (kWidth < 8) shifts += static_cast<uint32_t>(c % 8 * kBits);
+  return __builtin_convertvector((Int)(codes >> shifts & ((1u << kBits) - 1)), Float);
 }
 template <int kBits, int kCount>
 inline void store_bits(uint8_t* row, int c, Int x) {
