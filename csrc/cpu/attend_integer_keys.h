@@ -25,8 +25,8 @@ constexpr int kMaxLimbs = 4;
 constexpr int kMaxKeyChannels = 256;  // sums of 16-bit queries and 8-bit codes then fill 31 bits
 constexpr int kChunkBytes = 16;       // of a token and row, with four rows
 
-// Up to four query rows as limbs. `limbs` is [chunk][nibble][limb][64 bytes]; the 64 bytes are num_rows parts, one for
-// each row's share of the chunk.
+// Up to four query rows as limbs. `limbs` is [chunk][place of a code in its byte][limb][64 bytes]; the 64 bytes are
+// num_rows parts, one for each row's share of the chunk.
 struct QuerySet {
   int num_rows;     // 1, 2 or 4; 3 rows take 4, one of them empty
   int num_limbs;    // 2 or 4
@@ -43,8 +43,8 @@ inline int64_t query_set_bytes(const Side& side) {
 
 // --- queries in fixed point ------------------------------------------------------------------------------------------
 
-// Writes one row in fixed point. place(nibble, limb, byte) is where the limbs go that belong to byte `byte` of a row of
-// codes and the bytes after it, 8 or 16 at a time. sums[group][limb] receives the sums over each group. Returns what a
+// Writes one row in fixed point. place(i, limb, byte) is where the limbs go that belong to the codes at place i of byte
+// `byte` of a row and the bytes after it, 4, 8 or 16 at a time. sums[group][limb] receives the sums over each group. Returns what a
 // unit is worth; NaN for a query that is not finite, so that all of its scores are NaN.
 template <class Place>
 inline float fix_row(const Side& side, const float* row, int num_limbs, Place place, int32_t* sums) {
@@ -74,7 +74,12 @@ inline float fix_row(const Side& side, const float* row, int num_limbs, Place pl
         fixed = (fixed - low) >> 8;
         totals[limb] += low;
         const __m128i bytes = to_bytes(low);
-        if (side.storage == Storage::int4) {  // even channels are in low nibbles, odd ones in high nibbles
+        if (side.storage == Storage::int2) {  // channel 4k + i is at place i of byte k
+          const __m128i by_place = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+          int32_t fours[4];
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(fours), _mm_shuffle_epi8(bytes, by_place));
+          for (int i = 0; i < 4; ++i) std::memcpy(place(i, limb, c / 4), fours + i, 4);
+        } else if (side.storage == Storage::int4) {  // even channels are in low nibbles, odd ones in high nibbles
           _mm_storel_epi64(reinterpret_cast<__m128i*>(place(0, limb, c / 2)), _mm_cvtepi16_epi8(bytes));
           _mm_storel_epi64(reinterpret_cast<__m128i*>(place(1, limb, c / 2)),
                            _mm_cvtepi16_epi8(_mm_srli_epi16(bytes, 8)));
@@ -119,8 +124,8 @@ inline QuerySet make_query_set(const Side& side, const float* rows, int stride, 
   set.num_limbs = has_many_limbs ? 4 : 2;
   set.chunk_bytes = 4 * kChunkBytes / set.num_rows;
   set.num_chunks = (row_bytes_of(side) + set.chunk_bytes - 1) / set.chunk_bytes;
-  const int num_nibbles = side.storage == Storage::int4 ? 2 : 1;
-  const int64_t limb_bytes = static_cast<int64_t>(set.num_chunks) * num_nibbles * set.num_limbs * 64;
+  const int num_places = 8 / bits_of(side.storage);
+  const int64_t limb_bytes = static_cast<int64_t>(set.num_chunks) * num_places * set.num_limbs * 64;
   const int64_t bias_bytes = static_cast<int64_t>(side.num_groups) * set.num_limbs * 64;
   int8_t* limbs = reinterpret_cast<int8_t*>(memory);
   int32_t* bias = reinterpret_cast<int32_t*>(memory + limb_bytes);
@@ -129,8 +134,8 @@ inline QuerySet make_query_set(const Side& side, const float* rows, int stride, 
   const int lanes = 16 / set.num_rows, chunk_shift = __builtin_ctz(set.chunk_bytes);
   for (int r = 0; r < count; ++r) {
     int32_t sums[kMaxKeyChannels / kChunkBytes * kMaxLimbs];
-    const auto place = [&](int nibble, int limb, int byte) {
-      return limbs + (((byte >> chunk_shift) * num_nibbles + nibble) * set.num_limbs + limb) * 64 +
+    const auto place = [&](int i, int limb, int byte) {
+      return limbs + (((byte >> chunk_shift) * num_places + i) * set.num_limbs + limb) * 64 +
              r * set.chunk_bytes + (byte & (set.chunk_bytes - 1));
     };
     const float step = fix_row(side, rows + r * stride, set.num_limbs, place, sums);
@@ -202,12 +207,12 @@ inline void store_rows(float* scores, Float x) {
 template <Storage kStorage, int kRows, int kLimbs>
 void score_chunks(const Side& side, const QuerySet& set, int group, int first_chunk, int last_chunk,
                   const uint8_t* codes, int count, float* scores) {
-  constexpr int kTokens = kLimbs == 2 ? 8 : 4, kNibbles = kStorage == Storage::int4 ? 2 : 1;
+  constexpr int kTokens = kLimbs == 2 ? 8 : 4, kBits = bits_of(kStorage), kPlaces = 8 / kBits;
   constexpr int kBytes = 4 * kChunkBytes / kRows;
-  const int row_bytes = side.head_dim / kNibbles, part_bytes = row_bytes % kBytes;
+  const int row_bytes = side.head_dim / kPlaces, part_bytes = row_bytes % kBytes;
   const int full_chunks = last_chunk == set.num_chunks && part_bytes != 0 ? last_chunk - 1 : last_chunk;
   const Float steps = load(set.steps);
-  const __m512i mask = _mm512_set1_epi8(15);
+  const __m512i mask = _mm512_set1_epi8(static_cast<char>((1 << kBits) - 1));
   const int64_t ahead = kTokensAhead * side.codes_stride_t + first_chunk * kBytes;
   const int bytes_used = (last_chunk - first_chunk) * kBytes;
   // Of the groups in one cache line, the first prefetches it.
@@ -227,21 +232,16 @@ void score_chunks(const Side& side, const QuerySet& set, int group, int first_ch
       for (int n = 0; n < kTokens; ++n) sums[n][limb] = bias;
     }
     const auto add_chunk = [&](int chunk, auto load_at) {
-      const int8_t* limbs = set.limbs + chunk * kNibbles * kLimbs * 64;
-      __m512i q[kNibbles][kLimbs];
-      for (int i = 0; i < kNibbles * kLimbs; ++i) q[i / kLimbs][i % kLimbs] = load_as<__m512i>(limbs + i * 64);
+      const int8_t* limbs = set.limbs + chunk * kPlaces * kLimbs * 64;
+      __m512i q[kPlaces][kLimbs];
+      for (int i = 0; i < kPlaces * kLimbs; ++i) q[i / kLimbs][i % kLimbs] = load_as<__m512i>(limbs + i * 64);
       for (int n = 0; n < kTokens; ++n) {
         const __m512i bytes = load_at(tokens + n * stride + chunk * kBytes);
-        const auto add = [&](__m512i part, int nibble) {
+        for (int i = 0; i < kPlaces; ++i) {
+          const __m512i part = kPlaces == 1 ? bytes : _mm512_and_si512(_mm512_srli_epi16(bytes, i * kBits), mask);
           for (int limb = 0; limb < kLimbs; ++limb) {
-            sums[n][limb] = (Int)_mm512_dpbusd_epi32((__m512i)sums[n][limb], part, q[nibble][limb]);
+            sums[n][limb] = (Int)_mm512_dpbusd_epi32((__m512i)sums[n][limb], part, q[i][limb]);
           }
-        };
-        if constexpr (kStorage == Storage::int8) {
-          add(bytes, 0);
-        } else {
-          add(_mm512_and_si512(bytes, mask), 0);
-          add(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask), 1);
         }
       }
     };
@@ -282,9 +282,9 @@ inline void score_integers(const Work& work, const Keys& keys, int begin, int co
       const int last_chunk = side.num_groups == 1 ? set.num_chunks : (g + 1) * chunks;
       with_constant<4, 2, 1>(set.num_rows, [&](auto rows) {
         with_constant<2, 4>(set.num_limbs, [&](auto limbs) {
-          const auto score = side.storage == Storage::int8 ? score_chunks<Storage::int8, rows, limbs>
-                                                           : score_chunks<Storage::int4, rows, limbs>;
-          score(side, set, g, g * chunks, last_chunk, codes, count, work.row_weights);
+          with_integers(side.storage, [&](auto storage) {
+            score_chunks<storage, rows, limbs>(side, set, g, g * chunks, last_chunk, codes, count, work.row_weights);
+          });
         });
       });
       for (int r = first; r < min_of(first + 4, task.num_rows); ++r) {

@@ -4,7 +4,7 @@
 // Probabilities times scales become 15-bit integers relative to the largest of the tile; float32 takes a second word of
 // 15 bits for the remainder. vpdpwssd adds the products of two tokens. Shifts and blends bring the codes of a token
 // pair side by side, which leaves the output transposed: in a block of 16 m channels, channel m j + i is lane j of
-// vector i (m = 4 for int8, 8 for int4). Sums stay in that order until the end of the task.
+// vector i (m = 4 for int8, 8 for int4, 16 for int2). Sums stay in that order until the end of the task.
 //
 //     dword of a token's codes, int8       c3 c2 c1 c0      two tokens a, b:   x = b1 b0 a1 a0   y = b3 b2 a3 a2
 //     int16 pairs of channels 0 and 1      x & 00FF00FF, x >> 8 per word
@@ -23,7 +23,7 @@ constexpr int kMaxWords = 2;
 constexpr float kWeightLimit = 32767.0f;
 
 // The m of the comment at the top: how many channels a dword of codes holds.
-inline int channels_per_lane(const Side& side) { return side.storage == Storage::int4 ? 8 : 4; }
+inline int channels_per_lane(const Side& side) { return 32 / bits_of(side.storage); }
 inline int num_blocks_of(const Side& side) { return (row_bytes_of(side) + 63) / 64; }
 
 // --- order of channels -----------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ inline void restore_order(const Float (&x)[kM], Float (&result)[kM]) {
 
 // One row of sums in natural order.
 inline void restore_integer_sums(const Side& side, const float* transposed, float* row) {
-  with_constant<8, 4>(channels_per_lane(side), [&](auto m) {
+  with_constant<16, 8, 4>(channels_per_lane(side), [&](auto m) {
     for (int c = 0; c < side.head_dim; c += 16 * m) {
       Float x[m], natural[m];
       for (int i = 0; i < m; ++i) x[i] = load(transposed + c + 16 * i);
@@ -184,25 +184,43 @@ void fill_weights(const Side& side, const Weights& weights, int r, const float* 
 // --- products --------------------------------------------------------------------------------------------------------
 
 // One block of 64 bytes of codes and one word of the weights: sums[i] of a row are channels m j + i. int4 splits its
-// eight vectors into two parts, so that 4 rows x 4 vectors of sums fit the registers. bias, units and zeros: [row, 16].
-template <Storage kStorage, int kPart, int kRows, bool kIsGrouped>
+// eight vectors into two parts and int2 its sixteen into four, so that 4 rows x 4 vectors of sums fit the registers.
+// bias, units and zeros: [row, 16]. With kIsHalf, a block has at most 32 bytes (64 channels of int4, 128 of int2), and
+// the upper lanes take the next pair of tokens.
+template <Storage kStorage, int kPart, int kRows, bool kIsGrouped, bool kIsHalf>
 inline void add_words(const uint8_t* codes, int64_t stride_t, uint64_t mask, int count, const int32_t* pairs,
                       const int32_t* bias, const float* units, bool is_first_word, const Row* rows,
                       const float* zero_sums, float* out, int out_stride) {
+  constexpr __mmask16 kLanes = kIsHalf ? 0x00FF : 0xFFFF;  // that sums end in
   Int sums[kRows][4];
   for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < 4; ++i) sums[r][i] = load_as<Int>(bias + r * 16);
+    for (int i = 0; i < 4; ++i) sums[r][i] = (Int)_mm512_maskz_loadu_epi32(kLanes, bias + r * 16);
   }
-  const __m512i low_byte = _mm512_set1_epi32(0x00FF00FF), low_nibble = _mm512_set1_epi32(0x000F000F);
+  constexpr int kBits = bits_of(kStorage), kParts = 8 / kBits, kFirst = 4 * kPart % (16 / kBits);
+  const __m512i low_byte = _mm512_set1_epi32(0x00FF00FF), low_code = _mm512_set1_epi32(((1 << kBits) - 1) * 0x10001);
   constexpr __mmask32 kUpperWords = 0xAAAAAAAA;
-  for (int t = 0; t < count; t += 2) {
-    const uint8_t* row = codes + t * stride_t;
-    const __m512i a = _mm512_maskz_loadu_epi8(mask, row);
-    // If the last pair has only one token, the weight of the other is 0.
-    const __m512i b = _mm512_maskz_loadu_epi8(mask, t + 1 < count ? row + stride_t : row);
-    if (kPart == 0 && is_first_word) {
-      prefetch(row + kTokensAhead * stride_t);
-      prefetch(row + (kTokensAhead + 1) * stride_t);
+  constexpr int kTokens = kIsHalf ? 4 : 2;
+  const auto halves = [](__m256i low, __m256i high) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  };
+  // Of a token, and with kIsHalf of the second one after it. Behind the last one, weights are 0.
+  const auto load_codes = [&](int t) {
+    const uint8_t* row = codes + min_of(t, count - 1) * stride_t;
+    if constexpr (!kIsHalf) return _mm512_maskz_loadu_epi8(mask, row);
+    const auto half = static_cast<__mmask32>(mask);
+    return halves(_mm256_maskz_loadu_epi8(half, row),
+                  _mm256_maskz_loadu_epi8(half, codes + min_of(t + 2, count - 1) * stride_t));
+  };
+  const auto load_weight = [&](int r, int pair) {
+    const int32_t* from = pairs + (r * kPairs + pair) * (kIsGrouped ? 16 : 1);
+    if constexpr (!kIsHalf) return kIsGrouped ? _mm512_loadu_si512(from) : _mm512_set1_epi32(*from);
+    return kIsGrouped ? halves(load_as<__m256i>(from), load_as<__m256i>(from + 16))
+                      : halves(_mm256_set1_epi32(from[0]), _mm256_set1_epi32(from[1]));
+  };
+  for (int t = 0; t < count; t += kTokens) {
+    const __m512i a = load_codes(t), b = load_codes(t + 1);
+    for (int i = 0; kPart == 0 && is_first_word && i < kTokens; ++i) {
+      prefetch(codes + (t + kTokensAhead + i) * stride_t);
     }
     const __m512i x = _mm512_mask_blend_epi16(kUpperWords, a, _mm512_slli_epi32(b, 16));
     const __m512i y = _mm512_mask_blend_epi16(kUpperWords, _mm512_srli_epi32(a, 16), b);
@@ -213,16 +231,19 @@ inline void add_words(const uint8_t* codes, int64_t stride_t, uint64_t mask, int
       v[2] = _mm512_and_si512(y, low_byte);
       v[3] = _mm512_srli_epi16(y, 8);
     } else {
-      const __m512i part = kPart == 0 ? x : y;
-      v[0] = _mm512_and_si512(part, low_nibble);
-      v[1] = _mm512_and_si512(_mm512_srli_epi16(part, 4), low_nibble);
-      v[2] = _mm512_and_si512(_mm512_srli_epi16(part, 8), low_nibble);
-      v[3] = _mm512_srli_epi16(part, 12);
+      const __m512i part = kPart < kParts / 2 ? x : y;
+      for (int i = 0; i < 4; ++i) v[i] = _mm512_and_si512(_mm512_srli_epi16(part, (kFirst + i) * kBits), low_code);
     }
     for (int r = 0; r < kRows; ++r) {
-      const __m512i weight = kIsGrouped ? _mm512_loadu_si512(pairs + (r * kPairs + t / 2) * 16)
-                                        : _mm512_set1_epi32(pairs[r * kPairs + t / 2]);
+      const __m512i weight = load_weight(r, t / 2);
       for (int i = 0; i < 4; ++i) sums[r][i] = (Int)_mm512_dpwssd_epi32((__m512i)sums[r][i], v[i], weight);
+    }
+  }
+  for (int r = 0; kIsHalf && r < kRows; ++r) {
+    for (Int& sum : sums[r]) {
+      const __m512i both = (__m512i)sum;
+      sum = (Int)_mm512_zextsi256_si512(
+          _mm256_add_epi32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1)));
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -251,8 +272,14 @@ void add_weighted(const Side& side, const Weights& weights, int num_words, const
         kernel(codes + block * 64, side.codes_stride_t, mask, count, pairs, weights.bias + place, weights.units + place,
                w == 0, rows, weights.zeros + block * 4 * 16, out + block * 16 * channels_per_lane(side), out_stride);
       };
-      run(add_words<kStorage, 0, kRows, kIsGrouped>);
-      if constexpr (kStorage == Storage::int4) run(add_words<kStorage, 1, kRows, kIsGrouped>);
+      with_constant<false, true>(bytes <= 32, [&](auto is_half) {
+        run(add_words<kStorage, 0, kRows, kIsGrouped, is_half>);
+        if constexpr (kStorage != Storage::int8) run(add_words<kStorage, 1, kRows, kIsGrouped, is_half>);
+        if constexpr (kStorage == Storage::int2) {
+          run(add_words<kStorage, 2, kRows, kIsGrouped, is_half>);
+          run(add_words<kStorage, 3, kRows, kIsGrouped, is_half>);
+        }
+      });
     }
   }
 }
@@ -272,10 +299,10 @@ inline bool add_integers(const Work& work, const Values& values, int, int begin,
       }
       // Sums of a fourth row that is not there go to memory that is.
       with_constant<1, 2, 4>(num_rows == 3 ? 4 : num_rows, [&](auto rows) {
-        const auto add = side.storage == Storage::int8 ? add_weighted<Storage::int8, rows, is_grouped>
-                                                       : add_weighted<Storage::int4, rows, is_grouped>;
-        add(side, weights, num_words, codes, count, values.rows + first, values.out + first * values.stride,
-            values.stride);
+        with_integers(side.storage, [&](auto storage) {
+          add_weighted<storage, rows, is_grouped>(side, weights, num_words, codes, count, values.rows + first,
+                                                  values.out + first * values.stride, values.stride);
+        });
       });
     }
   });

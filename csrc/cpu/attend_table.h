@@ -15,7 +15,7 @@ namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
 constexpr unsigned bit_of(Storage storage) { return 1u << static_cast<int>(storage); }
-constexpr unsigned kIntegers = bit_of(Storage::int8) | bit_of(Storage::int4);
+constexpr unsigned kIntegers = bit_of(Storage::int8) | bit_of(Storage::int4) | bit_of(Storage::int2);
 constexpr unsigned kAll = ~0u;  // all that codes.h reads
 constexpr int kAny = std::numeric_limits<int>::max();
 
@@ -64,7 +64,7 @@ constexpr KeyKernel kKeyKernels[] = {
 };
 constexpr ValueKernel kValueKernels[] = {
 #if KVQ_WIDTH == 16
-    {{kIntegers, kAny,            8,    1,     kMaxRows, 8,        8},        add_integers, restore_integer_sums},
+    {{kIntegers, kAny,            8,    4,     kMaxRows, 8,        8},        add_integers, restore_integer_sums},
 #endif
     {{kAll,      kAny,       kWidth,    1,     8,        8,        0},        add_codes,    nullptr},
     {{kAll,      kAny,            1,    1,     kMaxRows, kMaxRows, kMaxRows}, add_tile,     nullptr},

@@ -67,7 +67,15 @@ inline Side codes_of_blocks(const Side& side) {
 }
 
 // Sums of codes may be in another order, in whole blocks of this many channels; see attend_integer_values.h.
-inline int sums_stride(const Side& side) { return round_up(side.head_dim, KVQ_WIDTH == 16 ? 128 : 16); }
+inline int sums_stride(const Side& side) {
+  return round_up(side.head_dim, KVQ_WIDTH == 16 ? side.storage == Storage::int2 ? 256 : 128 : 16);
+}
+
+// Calls `use` with a storage type that integer kernels serve as a constant.
+template <class Use>
+inline void with_integers(Storage storage, Use use) {
+  with_constant<Storage::int8, Storage::int4, Storage::int2>(storage, use);
+}
 
 // Scratch memory of one task. It depends on the call only, so that consecutive tasks find the queries of the last one.
 struct Work {
