@@ -337,10 +337,22 @@ def test_messages_of_a_conversation() -> None:
         {"role": "tool", "tool_call_id": "a", "name": "f", "content": [{"type": "text", "text": "y"}]},
     ]
     read_call = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
-    assert for_template(messages) == [
+    assert for_template(messages, TEMPLATE) == [
         {"role": "assistant", "content": "Wait.", "tool_calls": [read_call]},
         {"role": "tool", "tool_call_id": "a", "name": "f", "content": "y"},
     ]
+
+
+def test_a_developer_is_the_system_where_the_template_does_not_know_it(folder: str) -> None:
+    """Qwen's templates leave out messages of a role that they do not know."""
+    hello: Any = {"role": "user", "content": "Hello"}
+    for template, known in (("{% if message.role == 'developer' %}", "developer"), (TEMPLATE, "system")):
+        (first, second) = for_template([{"role": "developer", "content": "Be brief."}, hello], template)
+        assert (first, second) == ({"role": known, "content": "Be brief."}, hello)
+    template = "{% for message in messages if message.role in ('system', 'user') %}{{ message.content }}{% endfor %}"
+    with serving(folder, num_blocks=2, chat_template=template) as running:
+        body = {"messages": [{"role": "developer", "content": "Be brief."}, hello], "max_tokens": 1}
+        assert running.http.post(CHAT, json=body).json()["usage"]["prompt_tokens"] == len("Be brief.Hello")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -56,10 +56,11 @@ class Chats:
                 "`messages` must have no `tool_calls`, since the model's chat template has no place for tools.",
                 param="messages",
             )
+        given = None if tools is None else tools.given
         try:
             text = self._tokenizer.apply_chat_template(
-                for_template(messages),
-                tools=None if tools is None else tools.given,
+                for_template(messages, self._tokenizer.get_chat_template(tools=given)),
+                tools=given,
                 add_generation_prompt=True,
                 tokenize=False,
                 **(body.get("chat_template_kwargs") or {}),

@@ -267,14 +267,18 @@ def calls_of(value: Any, num_before: int) -> list[ToolCall] | None:
     return calls
 
 
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: content is text, and the arguments of calls are objects.
+def for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them: content is text, and the arguments of calls are objects.
 
     transformers' server has this, too. It drops the content of a message that has calls, and the name of a tool.
+    `developer` is OpenAI's newer name of `system`. Templates that do not know it leave such messages out, refuse them,
+    or write a name that the model has not seen.
     """
     found = []
     for message in messages:
         read = {name: message[name] for name in MESSAGE if message.get(name) is not None}
+        if message["role"] == "developer" and "developer" not in template:
+            read["role"] = "system"
         content = message.get("content") or ""
         read["content"] = content if isinstance(content, str) else " ".join(part["text"] for part in content)
         if message.get("tool_calls"):
