@@ -28,6 +28,7 @@ from hf_kvquant.serving.forms import Usage
 from hf_kvquant.serving.pieces import Piece
 from hf_kvquant.serving.response_form import ResponseForm
 from hf_kvquant.serving.responses import FIELDS, ROUTE, chat_of
+from hf_kvquant.serving.structured import shown
 from hf_kvquant.serving.tools import ToolCall
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,6 +237,43 @@ def test_input_becomes_messages(given: Any, expected: list[dict[str, Any]]) -> N
     assert chat_of({"input": given})["messages"] == expected
     system = {"role": "system", "content": "Be brief."}
     assert chat_of({"input": given, "instructions": "Be brief."})["messages"] == [system, *expected]
+
+
+def test_null_stands_for_leaving_out() -> None:
+    """Clients send back what they have read, with each key of its type."""
+    call = {"type": "function_call", "call_id": "c", "name": "n", "arguments": "{}", "id": None, "namespace": None}
+    given = [{"role": "user", "content": "a", "phase": None, "more": None}, call]
+    tool = {**TIME, "strict": None, "defer_loading": None}
+    found = chat_of({"input": given, "tools": [tool]})
+    assert found["messages"] == chat_of({"input": [{"role": "user", "content": "a"}, {**call}]})["messages"]
+    assert found["tools"] == chat_of({"input": given, "tools": [TIME]})["tools"]
+
+
+def test_what_codex_sends_besides(running: Running) -> None:
+    more = {
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"},
+        "client_metadata": {"session_id": "x"},
+        "prompt_cache_key": "x",
+        "store": False,
+        "parallel_tool_calls": True,
+    }
+    body = {"input": "abc", "max_output_tokens": LENGTH}
+    texts = [running.http.post(ROUTE, json={**body, **each}).json()["output"][0]["content"] for each in ({}, more)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "culprit"),
+    [
+        ("input", [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "b"}], 1),
+        ("tools", [TIME, TIME, {"type": "namespace", "name": "agents", "tools": [TIME]}, {"type": "web_search"}], 2),
+    ],
+)
+def test_what_is_wrong_in_a_list_is_shown(field: str, value: list[Any], culprit: int) -> None:
+    with pytest.raises(RefusedRequest) as told:
+        chat_of({"input": "a", field: value})
+    assert told.value.message.endswith(f", got {shown(value[culprit])}.")
 
 
 def test_instructions_go_before_a_system_message() -> None:

@@ -400,6 +400,8 @@ def test_tools_that_are_none(tools: Any) -> None:
     message, param = refusal(tools=tools)
     assert message.startswith('`tools` must be a list of up to 128 functions, each with the `type` "function", got ')
     assert param == "tools"
+    wrong = {"type": "custom", "custom": {"name": "a"}}
+    assert refusal(tools=[TIME, wrong])[0].endswith(f", got {wrong}.")
 
 
 def test_arguments_that_are_no_object() -> None:

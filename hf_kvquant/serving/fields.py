@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ..batching.sampling import Sampling
 from ..common.errors import RefusedRequest, did_you_mean
 from .structured import KINDS, is_format, is_structure, shown, wrong_structure
-from .tools import MAX_TOOLS, MESSAGE, ROLES, Tools, is_call, is_choice, is_tools, tools_of, wrong_tools
+from .tools import MAX_TOOLS, MESSAGE, ROLES, Tools, is_call, is_choice, is_tool, is_tools, tools_of, wrong_tools
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETION)
@@ -53,6 +53,7 @@ class Field:
         routes: Where it may occur.
         is_served: Whether it has an effect at some value.
         why_not: Of a value of the right form, what it must be or have besides, in words; `None` if all is right.
+        culprit: What is wrong in a value that is not right: the value itself, or a part of it.
     """
 
     expected: str
@@ -60,6 +61,7 @@ class Field:
     routes: tuple[str, ...] = BOTH
     is_served: bool = True
     why_not: Callable[[Any], str | None] = lambda value: None
+    culprit: Callable[[Any], Any] = lambda value: value
 
 
 def without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
@@ -76,6 +78,13 @@ def _elsewhere() -> Field:
 def note(routes: tuple[str, ...] = BOTH) -> Field:
     """A field for the client's own use, which never changes an answer."""
     return Field("anything", lambda value: True, routes, False)
+
+
+def first_wrong(is_right: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """The `culprit` of a list: its first entry that is not right; the list itself if each one is."""
+    return lambda value: (
+        next((each for each in value if not is_right(each)), value) if isinstance(value, list) else value
+    )
 
 
 def _is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
@@ -158,6 +167,7 @@ FIELDS: dict[str, Field] = {
         is_tools,
         (CHAT,),
         why_not=wrong_tools,
+        culprit=first_wrong(is_tool),
     ),
     "tool_choice": Field(
         '"none", "auto", "required", or an object that names a function of `tools`', is_choice, (CHAT,)
@@ -432,4 +442,4 @@ def _wrong(name: str, got: Any) -> RefusedRequest:
 def wrong(name: str, got: Any, field: Field) -> RefusedRequest:
     """The refusal of a value of a field."""
     expected = field.expected if field.is_served else f"{field.expected}, since it is not served"
-    return RefusedRequest(f"`{name}` must be {expected}, got {shown(got)}.", param=name)
+    return RefusedRequest(f"`{name}` must be {expected}, got {shown(field.culprit(got))}.", param=name)

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..common.errors import RefusedRequest
 from . import fields as chat
-from .fields import CHAT, Field, note, without_effect
+from .fields import CHAT, Field, first_wrong, note, without_effect
 from .structured import is_format, shown
-from .tools import is_choice, is_tools, wrong_tools
+from .tools import is_choice, is_tool, is_tools, wrong_tools
 
 ROUTE = "/v1/responses"
 _PARTS = ("input_text", "output_text", "text")
@@ -30,7 +30,7 @@ def _is_input(value: Any) -> bool:
 def _is_item(item: Any) -> bool:
     if not isinstance(item, dict):
         return False
-    kind, more = item.get("type", "message"), item.keys() - _NOTES
+    kind, more = item.get("type", "message"), {name for name, each in item.items() if each is not None} - _NOTES
     if kind in _PARTS:  # a part of the only message
         return _is_part(item)
     if kind == "message":
@@ -65,8 +65,17 @@ def _is_text(value: Any) -> bool:
     return value.get("format") is None or (isinstance(value["format"], dict) and is_format(_format(value["format"])))
 
 
+def _is_tool(value: Any) -> bool:
+    return isinstance(value, dict) and is_tool(_tool(value))
+
+
 def _is_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, dict) for each in value) and is_tools(_tools(value))
+    return isinstance(value, list) and all(map(_is_tool, value)) and is_tools(_tools(value))
+
+
+def _is_reasoning(value: Any) -> bool:
+    known = ("summary", "generate_summary")
+    return isinstance(value, dict) and all(name in known or each is None for name, each in value.items())
 
 
 def _is_choice(value: Any) -> bool:
@@ -82,10 +91,12 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`tools` of chats. In this route, no `function` wraps what says which tool it is."""
-    return [
-        {"type": each.get("type"), "function": {name: value for name, value in each.items() if name != "type"}}
-        for each in given
-    ]
+    return [_tool(each) for each in given]
+
+
+def _tool(given: dict[str, Any]) -> dict[str, Any]:
+    function = {name: value for name, value in given.items() if name != "type" and value is not None}
+    return {"type": given.get("type"), "function": function}
 
 
 def _choice(given: Any) -> Any:
@@ -97,7 +108,9 @@ def _choice(given: Any) -> Any:
 
 _AS_IN_CHATS = (*chat.SETTINGS, "chat_template_kwargs")
 FIELDS: dict[str, Field] = {
-    "input": Field("a text, or a list of messages of texts, calls and their outputs", _is_input),
+    "input": Field(
+        "a text, or a list of messages of texts, calls and their outputs", _is_input, culprit=first_wrong(_is_item)
+    ),
     "instructions": Field("a text", lambda value: isinstance(value, str)),
     "model": chat.FIELDS["model"],
     "max_output_tokens": chat.FIELDS["max_tokens"],
@@ -108,7 +121,9 @@ FIELDS: dict[str, Field] = {
         is_served=False,
     ),
     "text": Field('an object with a `format` of the `type` "text", "json_object" or "json_schema"', _is_text),
-    "tools": Field('a list of up to 128 functions, each with the `type` "function"', _is_tools),
+    "tools": Field(
+        'a list of up to 128 functions, each with the `type` "function"', _is_tools, culprit=first_wrong(_is_tool)
+    ),
     "tool_choice": Field('"none", "auto", "required", or an object that names a function of `tools`', _is_choice),
     "parallel_tool_calls": chat.FIELDS["parallel_tool_calls"],
     **{name: chat.FIELDS[name] for name in _AS_IN_CHATS},
@@ -119,21 +134,23 @@ FIELDS: dict[str, Field] = {
     "context_management": without_effect([]),
     "conversation": without_effect(),
     "image": without_effect(),
-    "include": without_effect([]),
+    # Thoughts come as they are, and nothing else is needed to go on with them.
+    "include": without_effect([], ["reasoning.encrypted_content"]),
     "max_tool_calls": without_effect(),
     "moderation": without_effect(),
     "previous_response_id": without_effect(),
     "prompt": without_effect(),
-    "reasoning": Field(
-        "{} or left out", lambda value: isinstance(value, dict) and not any(value.values()), is_served=False
-    ),
+    "reasoning": Field("{} or an object with `summary` or left out", _is_reasoning, is_served=False),
     "service_tier": without_effect("auto", "default"),
     "store": without_effect(False),
     "top_logprobs": without_effect(0),
     "truncation": without_effect("disabled"),
     # Notes of the client's.
     **dict.fromkeys(
-        ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"),
+        (
+            *("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+            *("safety_identifier", "user"),
+        ),
         note(),
     ),
 }

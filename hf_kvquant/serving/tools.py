@@ -197,7 +197,17 @@ class Tools:
 
 def is_tools(value: Any) -> bool:
     """Whether a value of `tools` is a list of functions."""
-    return isinstance(value, list) and len(value) <= MAX_TOOLS and all(map(_is_tool, value))
+    return isinstance(value, list) and len(value) <= MAX_TOOLS and all(map(is_tool, value))
+
+
+def is_tool(value: Any) -> bool:
+    """Whether an entry of `tools` is a function. `null` stands for leaving a key out."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or value.get("type") != "function" or _given(value) != {"type", "function"}:
+        return False
+    known = {"name": str, "description": str, "parameters": dict, "strict": bool}
+    is_right = all(name in known and isinstance(function[name], known[name]) for name in _given(function))
+    return is_right and bool(_NAME.fullmatch(function.get("name") or ""))
 
 
 def wrong_tools(value: list[dict[str, Any]]) -> str | None:
@@ -290,13 +300,9 @@ def for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[d
     return found
 
 
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type") != "function" or tool.keys() != {"type", "function"}:
-        return False
-    known = {"name": str, "description": str, "parameters": dict, "strict": bool}
-    is_right = all(name in known and isinstance(each, (known[name], type(None))) for name, each in function.items())
-    return is_right and bool(_NAME.fullmatch(function.get("name") or ""))
+def _given(value: Mapping[str, Any]) -> set[str]:
+    """The keys that are not left out."""
+    return {name for name, each in value.items() if each is not None}
 
 
 def _schema(name: str, function: Mapping[str, Any], key: str | None) -> dict[str, Any]:
