@@ -249,6 +249,32 @@ def test_null_stands_for_leaving_out() -> None:
     assert found["tools"] == chat_of({"input": given, "tools": [TIME]})["tools"]
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "in one piece"])
+def test_log_probabilities(running: Running, client: openai.OpenAI, stream: bool) -> None:
+    """They are those of the chat."""
+    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": LENGTH, "logprobs": True, "top_logprobs": 2}
+    expected = running.http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+    options: Any = {"model": NAME, "input": "abc", "max_output_tokens": LENGTH, "top_logprobs": 2}
+    options["include"] = ["message.output_text.logprobs"]
+    if stream:
+        events: list[Any] = list(client.responses.create(**options, stream=True))
+        deltas = [each.to_dict() for event in events if event.type.endswith("text.delta") for each in event.logprobs]
+        assert deltas == expected
+        found = events[-1].response
+    else:
+        found = client.responses.create(**options)
+    assert [each.to_dict() for each in found.output[0].content[0].logprobs] == expected
+    assert found.top_logprobs == 2
+    assert client.responses.create(**{**options, "include": [], "top_logprobs": 0}).output[0].content[0].logprobs == []  # type: ignore[union-attr]
+
+
+def test_the_token_that_ends_a_text_has_a_log_probability_too(client: openai.OpenAI) -> None:
+    ends = {"logit_bias": {str(models.VOCAB_SIZE - 2): 100}}
+    include: Any = ["message.output_text.logprobs"]
+    (message,) = client.responses.create(model=NAME, input="abc", include=include, extra_body=ends).to_dict()["output"]  # type: ignore[misc]
+    assert [each["token"] for each in message["content"][0]["logprobs"]] == [END]
+
+
 def test_what_codex_sends_besides(running: Running) -> None:
     more = {
         "include": ["reasoning.encrypted_content"],
@@ -302,6 +328,8 @@ INPUT = "`input` must be a text, or a list of messages of texts, calls and their
         ),
         ({"input": "a", "max_output_tokens": 0}, "`max_output_tokens` must be an integer of at least 1", None),
         ({"input": "a", "max_output_tokens": 9999}, "prompt and `max_output_tokens` must fit, got ", None),
+        ({"input": "a", "top_logprobs": 3}, "`top_logprobs` must come with 'message.output_text.logprobs' in", None),
+        ({"input": "a", "include": ["x"]}, '`include` must be a list of "message.output_text.logprobs" and', None),
         ({"input": "a", "max_tokens": 3}, "`max_tokens` must be left out, since /v1/responses has ", None),
         ({"input": "a", "model": "x"}, f"`model` must be '{NAME}' or left out, got 'x'.", "model"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "`tools` must be a list of up to 128 functions", "tools"),

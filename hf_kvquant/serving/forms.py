@@ -138,11 +138,7 @@ class ChatForm(Form):
 
     def logprobs(self, found: Sequence[Logprob]) -> dict[str, Any]:
         """See `Form`."""
-        content = [
-            {**_token(each.text, each.logprob), "top_logprobs": [_token(*other) for other in each.top]}
-            for each in found
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(found), "refusal": None}
 
 
 class CompletionForm(Form):
@@ -169,6 +165,13 @@ class CompletionForm(Form):
             ],
             "text_offset": [each.begin for each in found],
         }
+
+
+def token_logprobs(found: Sequence[Logprob]) -> list[dict[str, Any]]:
+    """Logarithms of probabilities, as chats spell them."""
+    return [
+        {**_token(each.text, each.logprob), "top_logprobs": [_token(*other) for other in each.top]} for each in found
+    ]
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:

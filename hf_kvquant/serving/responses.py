@@ -8,6 +8,7 @@ other routes.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ from .tools import is_choice, is_tool, is_tools, wrong_tools
 
 ROUTE = "/v1/responses"
 _PARTS = ("input_text", "output_text", "text")
+_LOGPROBS = "message.output_text.logprobs"
+# Thoughts come as they are, and nothing else is needed to go on with them.
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 # Keys of items that say nothing to a model.
 _NOTES = {"id", "status", "phase", "type"}
 
@@ -71,6 +75,10 @@ def _is_tool(value: Any) -> bool:
 
 def _is_tools(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_tool, value)) and is_tools(_tools(value))
+
+
+def _is_included(value: Any) -> bool:
+    return isinstance(value, list) and all(each in _INCLUDED for each in value)
 
 
 def _is_reasoning(value: Any) -> bool:
@@ -126,6 +134,8 @@ FIELDS: dict[str, Field] = {
     ),
     "tool_choice": Field('"none", "auto", "required", or an object that names a function of `tools`', _is_choice),
     "parallel_tool_calls": chat.FIELDS["parallel_tool_calls"],
+    "include": Field(f"a list of {' and '.join(json.dumps(each) for each in _INCLUDED)}", _is_included),
+    "top_logprobs": chat.FIELDS["top_logprobs"],
     **{name: chat.FIELDS[name] for name in _AS_IN_CHATS},
     # OpenAI's fields for which there is nothing here.
     "access_programs": without_effect(),
@@ -134,8 +144,6 @@ FIELDS: dict[str, Field] = {
     "context_management": without_effect([]),
     "conversation": without_effect(),
     "image": without_effect(),
-    # Thoughts come as they are, and nothing else is needed to go on with them.
-    "include": without_effect([], ["reasoning.encrypted_content"]),
     "max_tool_calls": without_effect(),
     "moderation": without_effect(),
     "previous_response_id": without_effect(),
@@ -143,7 +151,6 @@ FIELDS: dict[str, Field] = {
     "reasoning": Field("{} or an object with `summary` or left out", _is_reasoning, is_served=False),
     "service_tier": without_effect("auto", "default"),
     "store": without_effect(False),
-    "top_logprobs": without_effect(0),
     "truncation": without_effect("disabled"),
     # Notes of the client's.
     **dict.fromkeys(
@@ -169,6 +176,11 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     if why_not is not None:
         raise RefusedRequest(f"`tools` must {why_not}.", param="tools")
     found = {name: given[name] for name in ("model", "stream", "parallel_tool_calls", *_AS_IN_CHATS) if name in given}
+    if _LOGPROBS in given.get("include", []):
+        found |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
+    elif given.get("top_logprobs"):
+        message = f"`top_logprobs` must come with {_LOGPROBS!r} in `include`, got it alone. Leave it out."
+        raise RefusedRequest(message, param="top_logprobs")
     found["messages"] = _messages(given["input"], given.get("instructions"))
     if "max_output_tokens" in given:
         found["max_tokens"] = given["max_output_tokens"]
