@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion, chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvquant.upstream.releases import HAS_PAGES
 
@@ -27,6 +27,8 @@ if not HAS_PAGES:
 from servers import NAME, Running, serving
 from waiting import until
 
+from hf_kvquant.batching.grammars import Grammars
+from hf_kvquant.common.errors import RefusedRequest
 from hf_kvquant.serving import chats
 from hf_kvquant.serving.fields import BOTH, CHAT, COMPLETION, FIELDS
 from hf_kvquant.serving.forms import ChatForm
@@ -174,6 +176,45 @@ def test_an_answer_that_begins_with_thoughts(running: Running, monkeypatch: pyte
     deltas = [event["choices"][0]["delta"] for event in events_of(running, CHAT, **body)]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == text
     assert all(not delta.get("content") for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "written"),
+    [
+        ("{{ reasoning_effort }}", {"reasoning_effort": "low"}, "low"),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "none"}, "none"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none"}, "False"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none", "chat_template_kwargs": {"more": 1}}, "False"),
+        (
+            "{{ enable_thinking }}",
+            {"reasoning_effort": "low"},
+            '`reasoning_effort` must be "none" or left out, since the model\'s chat template can only switch thoughts '
+            "off, got 'low'.",
+        ),
+        (
+            "{{ messages }}",
+            {"reasoning_effort": "low"},
+            "`reasoning_effort` must be left out, since the model's chat template has no variable for it.",
+        ),
+        (
+            "{{ reasoning_effort }}",
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "`reasoning_effort` and `reasoning_effort` of `chat_template_kwargs` must agree, got two values. Leave one "
+            "out.",
+        ),
+    ],
+)
+def test_how_long_a_model_thinks(folder: str, template: str, more: dict[str, Any], written: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    found = chats.Chats(model, tokenizer, Grammars(tokenizer, len(tokenizer), []))
+    body = {**BODIES[CHAT], **more}
+    if written.startswith("`"):
+        with pytest.raises(RefusedRequest) as told:
+            found.tokens_of(body, None)
+        assert (told.value.message, told.value.param) == (written, "reasoning_effort")
+    else:
+        assert tokenizer.decode(found.tokens_of(body, None)) == written
 
 
 def test_what_looks_like_a_call_of_a_tool_stays_text(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,6 +302,11 @@ def test_what_is_wrong_in_a_list_is_shown(field: str, value: list[Any], culprit:
     assert told.value.message.endswith(f", got {shown(value[culprit])}.")
 
 
+def test_an_effort_to_think_is_that_of_a_chat() -> None:
+    assert chat_of({"input": "a", "reasoning": {"effort": "low", "summary": None}})["reasoning_effort"] == "low"
+    assert "reasoning_effort" not in chat_of({"input": "a", "reasoning": {"effort": None, "summary": "auto"}})
+
+
 def test_instructions_go_before_a_system_message() -> None:
     given = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     (first, _) = chat_of({"input": given, "instructions": "c"})["messages"]
@@ -330,6 +335,8 @@ INPUT = "`input` must be a text, or a list of messages of texts, calls and their
         ({"input": "a", "max_output_tokens": 9999}, "prompt and `max_output_tokens` must fit, got ", None),
         ({"input": "a", "top_logprobs": 3}, "`top_logprobs` must come with 'message.output_text.logprobs' in", None),
         ({"input": "a", "include": ["x"]}, '`include` must be a list of "message.output_text.logprobs" and', None),
+        ({"input": "a", "reasoning": {"effort": "low"}}, "`reasoning` must be left out, since the model", "reasoning"),
+        ({"input": "a", "reasoning": {"effort": 3}}, "`reasoning` must be an object with `effort` and", "reasoning"),
         ({"input": "a", "max_tokens": 3}, "`max_tokens` must be left out, since /v1/responses has ", None),
         ({"input": "a", "model": "x"}, f"`model` must be '{NAME}' or left out, got 'x'.", "model"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "`tools` must be a list of up to 128 functions", "tools"),

@@ -30,6 +30,8 @@ MAX_CHOICES, MAX_ANSWERS = 128, 1024
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES, MAX_BIAS = 1024, 100
+# How long a model may think, as OpenAI's API and models of that kind name it.
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # What the server itself passes to chat templates. A template of the client's, too, would run on the event loop for as
 # long as it likes.
 RESERVED = {
@@ -184,6 +186,9 @@ FIELDS: dict[str, Field] = {
     "chat_template_kwargs": Field(
         "an object", lambda value: isinstance(value, dict), (CHAT,), why_not=_wrong_options_of_template
     ),
+    "reasoning_effort": Field(
+        f"one of {', '.join(json.dumps(each) for each in EFFORTS)}", lambda value: value in EFFORTS, (CHAT,)
+    ),
     # OpenAI's fields for which there is nothing here.
     "audio": without_effect(routes=(CHAT,)),
     "best_of": without_effect(1, routes=(COMPLETION,)),
@@ -192,7 +197,6 @@ FIELDS: dict[str, Field] = {
     "modalities": without_effect(["text"], routes=(CHAT,)),
     "moderation": without_effect(routes=(CHAT,)),
     "prediction": without_effect(routes=(CHAT,)),
-    "reasoning_effort": without_effect(routes=(CHAT,)),
     "service_tier": without_effect("auto", "default", routes=(CHAT,)),
     "store": without_effect(False, routes=(CHAT,)),
     "suffix": without_effect("", routes=(COMPLETION,)),

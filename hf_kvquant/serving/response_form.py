@@ -115,7 +115,7 @@ class ResponseForm(Form):
             "model": self.model,
             "output": [*self.state.items],
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **(given.get("reasoning") or {})},
             "store": False,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),

@@ -82,8 +82,10 @@ def _is_included(value: Any) -> bool:
 
 
 def _is_reasoning(value: Any) -> bool:
-    known = ("summary", "generate_summary")
-    return isinstance(value, dict) and all(name in known or each is None for name, each in value.items())
+    if not isinstance(value, dict) or value.get("effort") not in (None, *chat.EFFORTS):
+        return False
+    known = ("effort", "summary", "generate_summary")
+    return all(name in known or each is None for name, each in value.items())
 
 
 def _is_choice(value: Any) -> bool:
@@ -134,6 +136,7 @@ FIELDS: dict[str, Field] = {
     ),
     "tool_choice": Field('"none", "auto", "required", or an object that names a function of `tools`', _is_choice),
     "parallel_tool_calls": chat.FIELDS["parallel_tool_calls"],
+    "reasoning": Field("an object with `effort` and `summary`", _is_reasoning),
     "include": Field(f"a list of {' and '.join(json.dumps(each) for each in _INCLUDED)}", _is_included),
     "top_logprobs": chat.FIELDS["top_logprobs"],
     **{name: chat.FIELDS[name] for name in _AS_IN_CHATS},
@@ -148,7 +151,6 @@ FIELDS: dict[str, Field] = {
     "moderation": without_effect(),
     "previous_response_id": without_effect(),
     "prompt": without_effect(),
-    "reasoning": Field("{} or an object with `summary` or left out", _is_reasoning, is_served=False),
     "service_tier": without_effect("auto", "default"),
     "store": without_effect(False),
     "truncation": without_effect("disabled"),
@@ -188,6 +190,8 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
         found["stream_options"] = {"include_usage": True}
     if (given.get("text") or {}).get("format"):
         found["response_format"] = _format(given["text"]["format"])
+    if (given.get("reasoning") or {}).get("effort"):
+        found["reasoning_effort"] = given["reasoning"]["effort"]
     if "tools" in given:
         found["tools"] = _tools(given["tools"])
     if "tool_choice" in given:
@@ -198,7 +202,12 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def by_its_names() -> Iterator[None]:
     """Let refusals of a chat in a `with` block name fields as this route does."""
-    names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+    names = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning",
+        "response_format": "text",
+    }
     try:
         yield
     except RefusedRequest as error:
