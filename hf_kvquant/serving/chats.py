@@ -182,18 +182,15 @@ class Chats:
         """Of an answer that calls, or that calls or says something."""
         if self._format is None or self._format.calls is None:
             raise NoGrammars("needs a grammar of the model's calls, and for those of this model there is none")
-        calls = tools.grammars(self._format, self._grammars.spelled)
         if tools.must_call:
-            return calls
-        begin = self._format.begin and self._grammars.spelled(self._format.begin)
-        if not begin or not begin.startswith("<["):
+            return tools.grammars(self._format, self._grammars.spelled)
+        found = tools.grammars_of_choice(self._format, self._grammars.spelled, self._thoughts())
+        if found is None:
             raise NoGrammars(
                 "needs a token with which calls begin if a function is `strict` and none has to be called, and the "
                 "model has none. Leave `strict` out"
             )
-        thoughts = self._thoughts()
-        text = f"start: {thoughts}TEXT | {thoughts}TEXT? @calls\nTEXT: /(.|\\n)+/"
-        return [{"lark_grammar": text}, {**calls[0], "name": "calls"}, *calls[1:]]
+        return found
 
     def _grammars_of_both(self, answer: dict[str, Any], tools: Tools) -> list[dict[str, Any]]:
         """Of an answer that is of a format, or calls: a format is of texts, as in OpenAI's API."""

@@ -64,6 +64,9 @@ class ToolFormat:
             call, what spells a text in Lark, and the largest number of calls.
         key: What the arguments are called in a call; `None` if a call's grammar is just the grammar of its arguments.
         begin: With what each call begins; `None` if that may begin a text, too.
+        rest: The Lark of calls after the `begin` of the first one, for models to which that is no token; `None` if
+            there is none. It gets what `calls` gets.
+        text: Where `begin` is `None`, the Lark of texts that are no calls; `None` if there is none.
     """
 
     marks: tuple[str, ...]
@@ -71,6 +74,11 @@ class ToolFormat:
     calls: Callable[[Mapping[str, str], Callable[[str], str], int], str] | None = None
     key: str | None = "arguments"
     begin: str | None = None
+    rest: Callable[[Mapping[str, str], Callable[[str], str], int], str] | None = None
+    text: str | None = None
+
+
+_LINE = r'"\n"'  # in Lark
 
 
 def _joined(separator: str, most: int) -> str:
@@ -79,9 +87,18 @@ def _joined(separator: str, most: int) -> str:
 
 
 def _tagged(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
-    call = f'{spelled("<tool_call>")} "\\n" ({" | ".join(functions.values())}) "\\n" {spelled("</tool_call>")}'
-    calls = _joined('"\\n"', most)
-    return f"{calls}\ncall: {call}"
+    return f"{_joined(_LINE, most)}\ncall: {spelled('<tool_call>')} {_tagged_body(functions, spelled)}"
+
+
+def _tagged_rest(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
+    body = _tagged_body(functions, spelled)
+    if most == 1:
+        return body
+    return f"body ({_LINE} call){{0,{most - 1}}}\ncall: {spelled('<tool_call>')} body\nbody: {body}"
+
+
+def _tagged_body(functions: Mapping[str, str], spelled: Callable[[str], str]) -> str:
+    return f"{_LINE} ({' | '.join(functions.values())}) {_LINE} {spelled('</tool_call>')}"
 
 
 def _bare(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
@@ -119,6 +136,7 @@ FORMATS: dict[str, ToolFormat] = {
         {**_JSON, "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "transform": _CALL},
         _tagged,
         begin="<tool_call>",
+        rest=_tagged_rest,
     ),
     "Mistral with names": ToolFormat(
         ("[TOOL_CALLS]", "[ARGS]"),
@@ -148,6 +166,7 @@ FORMATS: dict[str, ToolFormat] = {
         },
         _bare,
         "parameters",
+        text=r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/",
     ),
 }
 
@@ -186,10 +205,40 @@ class Tools:
             spelled: See `Grammars.spelled`.
         """
         assert found.calls is not None
+        return self._grammars(found, found.calls, spelled)
+
+    def grammars_of_choice(
+        self, found: ToolFormat, spelled: Callable[[str], str], thoughts: str
+    ) -> list[dict[str, Any]] | None:
+        """The grammars of an answer that calls or says something; `None` if there are none.
+
+        A token with which calls begin is no text. Where they begin with characters, a text goes on until these come.
+
+        Args:
+            found: See `grammars`.
+            spelled: Likewise.
+            thoughts: The Lark of what may come first.
+        """
+        begin = None if found.begin is None else spelled(found.begin)
+        calls, rules = found.calls, "TEXT? @calls\nTEXT: /(.|\\n)+/"
+        if found.begin is None or begin is None:
+            rules = f"@calls\nTEXT: {found.text}" if found.text else ""
+        elif not begin.startswith("<["):
+            calls = found.rest
+            text = f"/(.|\\n)+/ & ~/(.|\\n)*{re.escape(found.begin)}(.|\\n)*/"
+            rules = f"begun @calls\nbegun[suffix={begin}]: /(.|\\n)*/\nTEXT: {text}"
+        if calls is None or not rules:
+            return None
+        first, *functions = self._grammars(found, calls, spelled)
+        choice = f"start: {thoughts}TEXT | {thoughts}{rules}"
+        return [{"lark_grammar": choice}, {**first, "name": "calls"}, *functions]
+
+    def _grammars(
+        self, found: ToolFormat, lark: Callable[..., str], spelled: Callable[[str], str]
+    ) -> list[dict[str, Any]]:
         names = {name: f"function{index}" for index, name in enumerate(self.functions)}
-        calls = found.calls(
-            {name: f"@{grammar}" for name, grammar in names.items()}, spelled, MAX_CALLS if self.is_parallel else 1
-        )
+        most = MAX_CALLS if self.is_parallel else 1
+        calls = lark({name: f"@{grammar}" for name, grammar in names.items()}, spelled, most)
         schemas = {names[name]: _schema(name, each, found.key) for name, each in self.functions.items()}
         singles = [{"name": name, **schema_grammar(each)} for name, each in schemas.items()]
         return [{"lark_grammar": f"start: {calls}"}, *singles]
