@@ -292,7 +292,7 @@ def test_what_codex_sends_besides(running: Running) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "culprit"),
     [
-        ("input", [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "b"}], 1),
+        ("input", [{"role": "user", "content": "a"}, {"type": "computer_call", "id": "b"}], 1),
         ("tools", [TIME, TIME, {"type": "namespace", "name": "agents", "tools": [TIME]}, {"type": "web_search"}], 2),
     ],
 )
@@ -322,7 +322,16 @@ INPUT = "`input` must be a text, or a list of messages of texts, calls and their
         ({}, f"{INPUT}None.", "input"),
         ({"input": []}, f"{INPUT}[].", "input"),
         ({"input": [{"type": "input_image", "image_url": "x"}]}, INPUT, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, INPUT, "input"),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "x"}]},
+            "`input` must have items as they are, since none are stored, got {'type': 'item_reference', 'id': 'x'}. M",
+            "input",
+        ),
+        (
+            {"input": "a", "previous_response_id": "x"},
+            "`previous_response_id` must be left out in favour of all items in `input`, since it is not served",
+            "previous_response_id",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, INPUT, "input"),
         ({"input": [{"role": "usr", "content": "x"}]}, "the `role` of a message must be one of system, d", "input"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "`input` must have a message, got none. Write", "input"),

@@ -39,6 +39,8 @@ def _is_item(item: Any) -> bool:
         return _is_part(item)
     if kind == "message":
         return more == {"role", "content"} and isinstance(item["role"], str) and _is_content(item["content"])
+    if kind == "item_reference":
+        return more <= {"id"}
     if kind == "reasoning":
         return more <= {"summary", "content", "encrypted_content"} and _is_thoughts(item)
     if kind == "function_call":
@@ -47,6 +49,16 @@ def _is_item(item: Any) -> bool:
     if kind == "function_call_output":
         return more == {"call_id", "output"} and isinstance(item["call_id"], str) and _is_content(item["output"])
     return False
+
+
+def _wrong_input(value: str | list[dict[str, Any]]) -> str | None:
+    """What an `input` of the right form must have besides: nothing is stored, so nothing can be referred to."""
+    items = [] if isinstance(value, str) else value
+    reference = next((item for item in items if item.get("type") == "item_reference"), None)
+    if reference is None:
+        return None
+    told = f"have items as they are, since none are stored, got {shown(reference)}"
+    return f"{told}. Many clients send them if `store` is false"
 
 
 def _is_content(content: Any) -> bool:
@@ -119,7 +131,10 @@ def _choice(given: Any) -> Any:
 _AS_IN_CHATS = (*chat.SETTINGS, "chat_template_kwargs")
 FIELDS: dict[str, Field] = {
     "input": Field(
-        "a text, or a list of messages of texts, calls and their outputs", _is_input, culprit=first_wrong(_is_item)
+        "a text, or a list of messages of texts, calls and their outputs",
+        _is_input,
+        why_not=_wrong_input,
+        culprit=first_wrong(_is_item),
     ),
     "instructions": Field("a text", lambda value: isinstance(value, str)),
     "model": chat.FIELDS["model"],
@@ -149,7 +164,7 @@ FIELDS: dict[str, Field] = {
     "image": without_effect(),
     "max_tool_calls": without_effect(),
     "moderation": without_effect(),
-    "previous_response_id": without_effect(),
+    "previous_response_id": Field("left out in favour of all items in `input`", lambda value: False, is_served=False),
     "prompt": without_effect(),
     "service_tier": without_effect("auto", "default"),
     "store": without_effect(False),
