@@ -307,10 +307,15 @@ def test_an_effort_to_think_is_that_of_a_chat() -> None:
     assert "reasoning_effort" not in chat_of({"input": "a", "reasoning": {"effort": None, "summary": "auto"}})
 
 
-def test_instructions_go_before_a_system_message() -> None:
+def test_instructions_at_the_beginning_become_one_message() -> None:
     given = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     (first, _) = chat_of({"input": given, "instructions": "c"})["messages"]
     assert first == {"role": "system", "content": "c\n\na"}
+    several = [{"role": "developer", "content": "d"}, {"role": "developer", "content": [{"type": "text", "text": "e"}]}]
+    one = {"role": "developer", "content": "d\n\ne"}
+    assert chat_of({"input": [*several, given[1]]})["messages"] == [one, given[1]]
+    assert len(chat_of({"input": [given[1], *several]})["messages"]) == 3
+    assert chat_of({"input": several})["messages"] == [one]
 
 
 INPUT = "`input` must be a text, or a list of messages of texts, calls and their outputs, got "

@@ -269,11 +269,18 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
     if not messages:
         raise RefusedRequest("`input` must have a message, got none. Write some text.", param="input")
     if instructions:
-        if messages[0]["role"] in ("system", "developer"):  # templates take one of them
-            messages[0]["content"] = f"{instructions}\n\n{messages[0]['content']}"
-        else:
-            messages.insert(0, {"role": "system", "content": instructions})
-    return messages
+        messages.insert(0, {"role": "system", "content": instructions})
+    return _with_one_system(messages)
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose instructions at the beginning are one: many templates take no more."""
+    is_told = [message["role"] in ("system", "developer") for message in messages]
+    num_first = (*is_told, False).index(False)
+    if num_first < 2:
+        return messages
+    content = "\n\n".join(message["content"] for message in messages[:num_first])
+    return [{**messages[num_first - 1], "content": content}, *messages[num_first:]]
 
 
 def _content(content: str | list[dict[str, Any]]) -> str:
