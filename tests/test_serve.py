@@ -330,7 +330,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
         (
             CHAT,
             {"messages": HELLO, "tools": [{}]},
-            '`tools` must be a list of up to 128 functions, each with the `type` "function", got [{}].',
+            '`tools` must be a list of up to 128 functions, each with the `type` "function", got {}.',
         ),
     ],
 )

@@ -311,6 +311,31 @@ def test_all_pieces_have_the_form_of_openai(running: Running, path: str) -> None
         assert [event["choices"][0]["delta"] for event in events[:2]] == [{"role": "assistant", "content": ""}] * 2
 
 
+@pytest.mark.parametrize("path", BOTH)
+def test_usage_comes_with_each_piece(running: Running, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = events_of(running, path, **BODIES[path], n=2, max_tokens=3, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in events if "usage" in event]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 6 and len(set(counts)) > 2
+    assert last["choices"] == [] and events[-1]["usage"] == last["usage"]
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_end_tokens_that_end_no_answer(tmp_path: Path, path: str) -> None:
+    end = models.VOCAB_SIZE - 2
+    model = models.build("llama", max_position_embeddings=512)
+    model.generation_config.eos_token_id = end
+    more = {"eos_token": "~", "model_max_length": 512, "chat_template": models.CHAT_TEMPLATE}
+    body = {**BODIES[path], "max_tokens": LENGTH, "logit_bias": {str(end): 100}}
+    with serving(models.save(model, tmp_path, **more), num_blocks=4) as running:
+        for ignores, num_new, reason in ((False, 1, "stop"), (True, LENGTH, "length")):
+            found = running.http.post(path, json={**body, "ignore_eos": ignores}).json()
+            assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (num_new, reason)
+        refused = running.http.post(path, json={**body, "ignore_eos": True, "structured_outputs": {"regex": "a"}})
+        expected = "`ignore_eos` must be left out where an answer must match something, got both: it ends by itself."
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, expected)
+
+
 # --- how tokens are chosen --------------------------------------------------------------------------------------------
 
 HOT = {"temperature": 1.5, "max_tokens": LENGTH}

@@ -120,7 +120,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_options_of_stream(value: Any) -> bool:
-    names = {"include_usage", "include_obfuscation"}
+    names = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     return isinstance(value, dict) and value.keys() <= names and all(map(_is_bool, value.values()))
 
 
@@ -144,9 +144,10 @@ FIELDS: dict[str, Field] = {
     "max_tokens": _LENGTH,
     "max_completion_tokens": _LENGTH,
     "n": Field(f"an integer from 1 to {MAX_CHOICES}", lambda value: _is_integer(value, 1, MAX_CHOICES)),
+    "ignore_eos": Field("true or false", _is_bool),
     "stop": Field(f"a text that is not empty, or a list of up to {MAX_STOPS} of these", _is_stop),
     "stream": Field("true or false", _is_bool),
-    "stream_options": Field("an object with `include_usage`", _is_options_of_stream),
+    "stream_options": Field("an object with `include_usage` and `continuous_usage_stats`", _is_options_of_stream),
     "echo": Field("true or false", _is_bool, (COMPLETION,)),
     "temperature": Field("a number of at least 0", lambda value: _is_number(value, 0)),
     "top_p": Field("a number above 0 and at most 1", lambda value: _is_number(value, 0, 1) and value > 0),
@@ -230,7 +231,9 @@ class Parameters:
         max_new_tokens: Of each answer; `None` if the client does not say.
         stop: Texts that end an answer.
         is_streamed: Whether the client gets each piece.
+        ignores_end: Whether the end tokens of the model end no answer.
         includes_usage: Whether a stream ends with the numbers of tokens.
+        counts_each: Whether each piece of a stream comes with the numbers so far.
         echoes: Whether answers begin with their prompts.
         num_logprobs: Most likely tokens that are reported with each token; `None` for no report.
         settings: Fields of `SETTINGS` that the client has sent.
@@ -242,7 +245,9 @@ class Parameters:
     max_new_tokens: int | None
     stop: tuple[str, ...]
     is_streamed: bool
+    ignores_end: bool
     includes_usage: bool
+    counts_each: bool
     echoes: bool
     num_logprobs: int | None
     settings: dict[str, Any]
@@ -253,6 +258,12 @@ class Parameters:
     def structure_name(self) -> str | None:
         """The field that says what answers must match; `None` if they may be any text."""
         return next((name for name, value in self.structure.items() if value != {"type": "text"}), None)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether answers must match something."""
+        calls = self.tools is not None and (self.tools.must_call or self.tools.is_strict)
+        return self.structure_name is not None or calls
 
     @property
     def ends_by_text(self) -> bool:
@@ -318,19 +329,25 @@ def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Par
         _check_messages(given.get("messages"))
     elif "prompt" not in given:
         raise _wrong("prompt", None)
-    stop = given.get("stop", [])
-    return Parameters(
+    stop, options = given.get("stop", []), given.get("stream_options", {})
+    found = Parameters(
         num_choices=given.get("n", 1),
         max_new_tokens=next(iter(lengths), None),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         is_streamed=given.get("stream", False),
-        includes_usage=given.get("stream_options", {}).get("include_usage", False),
+        ignores_end=given.get("ignore_eos", False),
+        includes_usage=options.get("include_usage", False),
+        counts_each=options.get("continuous_usage_stats", False),
         echoes=given.get("echo", False),
         num_logprobs=_num_logprobs(given, route),
         settings={name: given[name] for name in SETTINGS if name in given},
         structure={name: given[name] for name in STRUCTURE if name in given},
         tools=_tools(given),
     )
+    if found.ignores_end and found.has_grammar:
+        message = "`ignore_eos` must be left out where an answer must match something, got both: it ends by itself."
+        raise RefusedRequest(message, param="ignore_eos")
+    return found
 
 
 def checked(body: Mapping[str, Any], fields: Mapping[str, Field], route: str) -> dict[str, Any]:

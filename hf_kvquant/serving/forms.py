@@ -50,14 +50,14 @@ class Form:
         """An answer in one piece."""
         return {**self._head(self.kinds[0]), "choices": choices, "usage": usage.to_dict()}
 
-    def chunks(self, piece: Piece) -> str:
+    def chunks(self, piece: Piece, usage: Usage | None = None) -> str:
         """A piece of one of the answers, as events: one for each of its texts, and one for its end."""
         texts = [*piece.texts, ""] if piece.reason is not None or not piece.texts else piece.texts
         chunks = []
         for number, text in enumerate(texts, 1):
             logprobs = piece.logprobs if number == 1 else None
             reason = piece.reason if number == len(texts) else None
-            chunks.append(self.chunk([self._choice(piece.index, self.delta(text), logprobs, reason)]))
+            chunks.append(self.chunk([self._choice(piece.index, self.delta(text), logprobs, reason)], usage))
         return "".join(chunks)
 
     def choice(self, piece: Piece) -> dict[str, Any]:

@@ -214,6 +214,7 @@ class Generation:
         writer: Writer,
         *,
         is_followed: bool,
+        ignores_end: bool,
         sampling: Sampling | None,
     ) -> None:
         """Add an answer of a request.
@@ -224,12 +225,13 @@ class Generation:
             new_tokens: See the method of this name.
             writer: Makes its text.
             is_followed: See `OpenAnswer`.
+            ignores_end: See `Parameters`.
             sampling: How its tokens are chosen; `None` for the most likely ones.
 
         Raises:
             CBWorkerDeadError: The generation thread takes no requests.
         """
-        end_tokens = self._end_tokens()
+        end_tokens = [] if ignores_end else self._end_tokens()
         answer = self.requests.open(request, writer, end_tokens, is_followed=is_followed)
         self.requests.metrics.prompt_tokens.inc(len(prompt))
         # Every token comes back, also of what is not streamed, to be counted.
@@ -238,7 +240,7 @@ class Generation:
             answer.answer_id,
             new_tokens,
             streaming=True,
-            eos_token_id=end_tokens or None,
+            eos_token_id=end_tokens or -1,  # transformers' spelling of none; `None` would be the model's own
             **({} if sampling is None else {KEY: sampling}),
         )
         if name is None:

@@ -73,13 +73,14 @@ class Handler:
                 limits[number],
                 writer,
                 is_followed=asked.is_streamed or asked.ends_by_text,
+                ignores_end=asked.ignores_end,
                 sampling=sampling and dataclasses.replace(sampling, choice=choice),
             )
         echoes = self._echoes(body, asked)
         num_prompt = sum(map(len, prompts))
         if asked.is_streamed:
-            usage = num_prompt if asked.includes_usage else None
-            return StreamingResponse(self._events(request, form, echoes, usage), media_type="text/event-stream")
+            events = self._events(request, form, echoes, num_prompt, asked)
+            return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(await self._whole(request, form, echoes, num_prompt))
 
     def _prompts(self, body: dict[str, Any], asked: Parameters) -> list[list[int]]:
@@ -125,17 +126,19 @@ class Handler:
         return form.whole([form.choice(piece) for piece in whole], Usage(num_prompt, _num_new(request)))
 
     async def _events(
-        self, request: OpenRequest, form: Form, echoes: list[str], num_prompt: int | None
+        self, request: OpenRequest, form: Form, echoes: list[str], num_prompt: int, asked: Parameters
     ) -> AsyncIterator[str]:
-        """Server-sent events. `num_prompt` is for a stream that ends with numbers of tokens."""
+        """Server-sent events."""
         begin = [Piece(index, [echo]) for index, echo in enumerate(echoes)]
         yield form.opening(len(request.answers)) + "".join(map(form.chunks, begin))
+        counts = [0] * len(request.answers)
         while (piece := await request.news.get()) is not None:
-            yield form.chunks(piece)
+            counts[piece.index] = piece.num_tokens
+            yield form.chunks(piece, Usage(num_prompt, sum(counts)) if asked.counts_each else None)
         if request.error is not None:
             yield form.failure(self._status(request), request.error)
             return
-        yield form.closing(None if num_prompt is None else Usage(num_prompt, _num_new(request)))
+        yield form.closing(Usage(num_prompt, _num_new(request)) if asked.includes_usage else None)
 
     def _status(self, request: OpenRequest) -> int:
         """Of an answer that failed."""

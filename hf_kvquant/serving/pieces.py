@@ -33,12 +33,14 @@ class Piece:
         texts: See `Writer.write`.
         logprobs: Of its tokens, if the client wants them.
         reason: Why the answer has ended; `None` if it goes on.
+        num_tokens: Of the answer so far.
     """
 
     index: int
     texts: list[str | ToolCall]
     logprobs: list[Logprob] | None = None
     reason: str | None = None
+    num_tokens: int = 0
 
     def add(self, later: Piece) -> None:
         """Continue with what came later."""

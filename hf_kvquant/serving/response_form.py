@@ -68,7 +68,7 @@ class ResponseForm(Form):
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def chunks(self, piece: Piece) -> str:
+    def chunks(self, piece: Piece, usage: Usage | None = None) -> str:
         """See `Form`."""
         self.state.logprobs = _logprobs(piece.logprobs or ())
         told = "".join(map(self._told, piece.texts))

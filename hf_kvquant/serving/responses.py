@@ -128,7 +128,7 @@ def _choice(given: Any) -> Any:
     return {"type": given.get("type"), "function": {name: each for name, each in given.items() if name != "type"}}
 
 
-_AS_IN_CHATS = (*chat.SETTINGS, "chat_template_kwargs")
+_AS_IN_CHATS = (*chat.SETTINGS, "ignore_eos", "chat_template_kwargs")
 FIELDS: dict[str, Field] = {
     "input": Field(
         "a text, or a list of messages of texts, calls and their outputs",

@@ -165,7 +165,7 @@ class Writer:
                 reason = "tool_calls" if self.has_called and is_complete else "stop" if is_complete else "length"
         except Exception as error:
             raise UnreadableAnswer(error) from error
-        return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason)
+        return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason, self.num_tokens)
 
     def taken_logprobs(self) -> list[Logprob] | None:
         """Logprobs of tokens whose text has been passed on since the last time; `None` if there are none to come."""
