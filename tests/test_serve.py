@@ -246,7 +246,6 @@ HELLO = [{"role": "user", "content": "Hello"}]
             {"prompt": "a", "logprobs": True},
             "`logprobs` must be true or false in a chat, an ",
         ),
-        (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True}, "`logprobs` must be left out with `echo`, since "),
         (
             CHAT,
             {"messages": HELLO, "logprobs": 1},

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import models
 import openai
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion, chat, completion_create_params
@@ -403,6 +404,67 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI, running: Runni
     pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
     streamed = [value for piece in pieces if piece is not None for value in piece.token_logprobs or ()]
     assert streamed == pytest.approx(logprobs.token_logprobs, abs=1e-4)
+
+
+def test_log_probabilities_of_a_prompt(running: Running, folder: str) -> None:
+    """Those of a dense model, but for what the cache stores. The answer goes on as without them."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    options: dict[str, Any] = {"max_tokens": LENGTH, "echo": True, "logprobs": 2}
+    for prompts in (PROMPTS, [tokenizer(prompt).input_ids for prompt in PROMPTS]):
+        found = running.complete(prompt=prompts, n=2, **options).json()
+        for index, choice in enumerate(found["choices"]):
+            prompt = PROMPTS[index // 2]
+            ids, told = tokenizer(prompt).input_ids, choice["logprobs"]
+            with torch.no_grad():
+                expected = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            assert choice["text"] == tokenizer.decode(ids) + text_of(running, prompt)
+            assert "".join(told["tokens"]) == choice["text"] and len(told["tokens"]) == len(ids) + LENGTH
+            assert told["text_offset"] == [*range(len(choice["text"]))]
+            assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+            scores = [expected[place, token].item() for place, token in enumerate(ids[1:])]
+            assert told["token_logprobs"][1 : len(ids)] == pytest.approx(scores, abs=0.1)
+            for place, top in enumerate(told["top_logprobs"][1 : len(ids)]):
+                assert max(top.values()) == pytest.approx(expected[place].max().item(), abs=0.1)
+    assert found["usage"]["completion_tokens"] == 6 * LENGTH
+    assert found["usage"]["prompt_tokens"] == sum(len(tokenizer(prompt).input_ids) for prompt in PROMPTS)
+
+
+def test_log_probabilities_of_a_prompt_in_a_stream(running: Running) -> None:
+    options: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": LENGTH, "echo": True, "logprobs": 0}
+    whole = running.complete(**options).json()["choices"][0]
+    events = [event["choices"][0] for event in events_of(running, **options)]
+    assert "".join(event["text"] for event in events) == whole["text"]
+    told = [value for event in events if event["logprobs"] for value in event["logprobs"]["token_logprobs"]]
+    assert told[0] is None and told[1:] == pytest.approx(whole["logprobs"]["token_logprobs"][1:], abs=1e-4)
+
+
+def test_stop_strings_are_not_looked_for_in_a_prompt(running: Running) -> None:
+    whole = text_of(running, PROMPTS[0])
+    options: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": LENGTH, "echo": True, "logprobs": 0}
+    found = running.complete(**options, stop=[PROMPTS[0][2:5], whole[4:6]]).json()["choices"][0]
+    assert found["text"] == PROMPTS[0] + whole[: whole.index(whole[4:6])] and found["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("frequency_penalty", 0.5), ("repetition_penalty", 2), ("structured_outputs", {"regex": "a"})]
+)
+def test_what_does_not_go_with_log_probabilities_of_a_prompt(running: Running, name: str, value: Any) -> None:
+    found = running.complete(prompt="abc", echo=True, logprobs=1, **{name: value})
+    expected = f"`{name}` must be left out where `logprobs` come with `echo`, got {value}."
+    assert (found.status_code, found.json()["error"]["message"]) == (400, expected)
+
+
+def test_a_prompt_whose_tokens_would_end_it(tmp_path: Path) -> None:
+    """One at the beginning, such as the one that many models begin with, ends nothing."""
+    model = models.build("llama", max_position_embeddings=512)
+    end = model.generation_config.eos_token_id = models.VOCAB_SIZE - 2
+    folder = models.save(model, tmp_path, eos_token="~", model_max_length=512)
+    with serving(folder, num_blocks=4) as running:
+        options: dict[str, Any] = {"max_tokens": 1, "echo": True, "logprobs": 1}
+        assert len(running.complete(prompt=[end, 5, 6], **options).json()["choices"][0]["logprobs"]["tokens"]) == 4
+        found = running.complete(prompt=[5, end], **options)
+        expected = "`prompt` must have no end token but at its beginning where `logprobs` come with `echo`, got "
+        assert (found.status_code, found.json()["error"]["message"]) == (400, f"{expected}{end}.")
 
 
 def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:

@@ -260,6 +260,11 @@ class Parameters:
         return next((name for name, value in self.structure.items() if value != {"type": "text"}), None)
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether tokens of the prompts come with logarithms of probabilities."""
+        return self.echoes and self.num_logprobs is not None
+
+    @property
     def has_grammar(self) -> bool:
         """Whether answers must match something."""
         calls = self.tools is not None and (self.tools.must_call or self.tools.is_strict)
@@ -347,6 +352,8 @@ def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Par
     if found.ignores_end and found.has_grammar:
         message = "`ignore_eos` must be left out where an answer must match something, got both: it ends by itself."
         raise RefusedRequest(message, param="ignore_eos")
+    if found.scores_prompts:
+        _check_alone(given)
     return found
 
 
@@ -392,10 +399,15 @@ def _num_logprobs(given: dict[str, Any], route: str) -> int | None:
                 "`top_logprobs` must come with `logprobs`, got it alone. Send true.", param="top_logprobs"
             )
         return None
-    if given.get("echo"):
-        message = "`logprobs` must be left out with `echo`, since those of a prompt are not served, got both."
-        raise RefusedRequest(message, param="logprobs")
     return int(given.get("top_logprobs", 0) if route == CHAT else value)
+
+
+def _check_alone(given: dict[str, Any]) -> None:
+    """Refuse what would count the tokens of a prompt as those of an answer."""
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "structured_outputs"):
+        if given.get(name, 0) not in (0, 1):
+            message = f"`{name}` must be left out where `logprobs` come with `echo`, got {shown(given[name])}."
+            raise RefusedRequest(message, param=name)
 
 
 def _tools(given: dict[str, Any]) -> Tools | None:

@@ -161,7 +161,10 @@ class CompletionForm(Form):
             "tokens": [each.text for each in found],
             "token_logprobs": [_finite(each.logprob) for each in found],
             "top_logprobs": [
-                {text: _finite(value) for text, value in [*each.top[::-1], (each.text, each.logprob)]} for each in found
+                None
+                if each.logprob is None
+                else {text: _finite(value) for text, value in [*each.top[::-1], (each.text, each.logprob)]}
+                for each in found
             ],
             "text_offset": [each.begin for each in found],
         }
@@ -174,15 +177,15 @@ def token_logprobs(found: Sequence[Logprob]) -> list[dict[str, Any]]:
     ]
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
     """A token of a chat. One that is no whole character has no text of its own, and its bytes are not known."""
     is_whole = "\N{REPLACEMENT CHARACTER}" not in text
     return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if is_whole else None}
 
 
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float | None:
     """JSON has no infinity. OpenAI's API writes -9999 for it."""
-    return max(logprob, LEAST_LOGPROB)
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
 def event(data: Any) -> str:

@@ -12,6 +12,7 @@ What transformers' classes do that made the checks here necessary:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 from typing import Any
 
@@ -206,6 +207,17 @@ class Generation:
             expected = f"token ids below {self._vocab_size}, as many as the model has"
             raise RefusedRequest(f"`prompt` must be {expected}, got {largest}.", param="prompt")
 
+    def check_scored(self, prompt: list[int]) -> None:
+        """Refuse a prompt whose tokens cannot have a step each.
+
+        Raises:
+            RefusedRequest: One of them would end it.
+        """
+        ends = set(self._end_tokens()).intersection(prompt[1:])
+        if ends:
+            expected = "no end token but at its beginning where `logprobs` come with `echo`"
+            raise RefusedRequest(f"`prompt` must have {expected}, got {min(ends)}.", param="prompt")
+
     def submit(
         self,
         request: OpenRequest,
@@ -215,6 +227,7 @@ class Generation:
         *,
         is_followed: bool,
         ignores_end: bool,
+        is_scored: bool,
         sampling: Sampling | None,
     ) -> None:
         """Add an answer of a request.
@@ -226,6 +239,7 @@ class Generation:
             writer: Makes its text.
             is_followed: See `OpenAnswer`.
             ignores_end: See `Parameters`.
+            is_scored: Whether the tokens of the prompt but the first take steps of their own, and come back.
             sampling: How its tokens are chosen; `None` for the most likely ones.
 
         Raises:
@@ -234,6 +248,9 @@ class Generation:
         end_tokens = [] if ignores_end else self._end_tokens()
         answer = self.requests.open(request, writer, end_tokens, is_followed=is_followed)
         self.requests.metrics.prompt_tokens.inc(len(prompt))
+        if is_scored and sampling is not None:
+            sampling = dataclasses.replace(sampling, forced=tuple(prompt))
+            prompt, new_tokens = prompt[:1], new_tokens + len(prompt) - 1
         # Every token comes back, also of what is not streamed, to be counted.
         name = self.manager.add_request(
             prompt,

@@ -61,7 +61,11 @@ class Handler:
         limits = [self._generation.new_tokens(len(prompt), asked.max_new_tokens) for prompt in prompts]
         readers = [self._reader(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
         shown = None if asked.num_logprobs is None else self._text_of
+        echoes = self._echoes(body, asked)
         writers = [Writer(self._models.tokenizer, asked.stop, reader, shown) for reader in readers]
+        if asked.scores_prompts:
+            several = [prompt for prompt in prompts for _ in range(asked.num_choices)]
+            writers = [self._scoring_writer(*each, asked) for each in zip(several, echoes, strict=True)]
         is_free = asked.structure_name is None and asked.tools is None
         grammar = None if is_free else await asyncio.to_thread(self._chats.grammar, asked, readers[0])
         sampling = self._generation.sampling_of(asked, grammar)
@@ -74,9 +78,9 @@ class Handler:
                 writer,
                 is_followed=asked.is_streamed or asked.ends_by_text,
                 ignores_end=asked.ignores_end,
+                is_scored=asked.scores_prompts,
                 sampling=sampling and dataclasses.replace(sampling, choice=choice),
             )
-        echoes = self._echoes(body, asked)
         num_prompt = sum(map(len, prompts))
         if asked.is_streamed:
             events = self._events(request, form, echoes, num_prompt, asked)
@@ -106,6 +110,11 @@ class Handler:
 
     def _reader(self, prompt: list[int], asked: Parameters) -> Reader | None:
         return self._chats.reader(prompt, asked.tools) if self._route == CHAT else None
+
+    def _scoring_writer(self, prompt: list[int], echo: str, asked: Parameters) -> Writer:
+        """What makes the text of an answer that comes after the tokens of its prompt."""
+        self._generation.check_scored(prompt)
+        return Writer(self._models.tokenizer, asked.stop, None, self._text_of, prompt, echo)
 
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""

@@ -13,13 +13,13 @@ class Logprob:
 
     Attributes:
         text: Of the token alone.
-        logprob: Natural.
+        logprob: Natural; `None` of the first token of all, which comes after nothing.
         top: The most likely tokens of its place, and theirs.
         begin: Characters of the answer before it.
     """
 
     text: str
-    logprob: float
+    logprob: float | None
     top: list[tuple[str, float]]
     begin: int
 
