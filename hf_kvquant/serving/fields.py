@@ -204,7 +204,13 @@ FIELDS: dict[str, Field] = {
     "verbosity": without_effect(routes=(CHAT,)),
     "web_search_options": without_effect(routes=(CHAT,)),
     # Other servers' names of `structured_outputs`.
-    **dict.fromkeys(("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex"), _elsewhere()),
+    **dict.fromkeys(
+        (
+            *("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+            *("ebnf", "json_schema", "regex"),
+        ),
+        _elsewhere(),
+    ),
     # Notes of the client's.
     "metadata": note((CHAT,)),
     "prompt_cache_key": note((CHAT,)),

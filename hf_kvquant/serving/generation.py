@@ -178,19 +178,23 @@ class Generation:
         """
         if num_prompt == 0:
             raise RefusedRequest("the prompt must have a token, got none. Write some text.")
-        left, limits = self.room - num_prompt, f"{self.num_tokens} tokens fit into the pages"
+        left = self.room - num_prompt
+        # By these words of OpenAI's, clients recognise that a conversation is too long, and shorten it by themselves.
+        limits = f"This model's maximum context length is {self.room} tokens"
+        limits += f": {self.num_tokens} tokens fit into the pages"
         if self.num_positions is not None:
             limits += f", and the model has {self.num_positions} positions"
         if left < 1:
             raise RefusedRequest(
-                f"the prompt must leave room for an answer, got {num_prompt} tokens: {limits}. Shorten it.",
+                f"the prompt is too long: it must leave room for an answer, got {num_prompt} tokens. {limits}. Shorten "
+                "it.",
                 code="context_length_exceeded",
             )
         if wanted is None:
             return min(max(self._own.max_new_tokens or 0, DEFAULT_TOKENS), left)
         if wanted > left:
             raise RefusedRequest(
-                f"prompt and `max_tokens` must fit, got {num_prompt} and {wanted} tokens: {limits}. Ask for {left} or "
+                f"prompt and `max_tokens` must fit, got {num_prompt} and {wanted} tokens. {limits}. Ask for {left} or "
                 "less.",
                 code="context_length_exceeded",
             )
