@@ -672,6 +672,48 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/serving/tools.py",
+        (
+            'if message["role"] == "developer" and "developer" not in template:',
+            "if False:",
+            "a template leaves out what a developer says",
+            "serve_tools",
+        ),
+        (
+            'text=r"/[ \\n\\r\\t]*[^{ \\n\\r\\t](.|\\n)*/",',
+            'text=r"/(.|\\n)+/",',
+            "what Llama 3 calls need not fit",
+            "serve_tools",
+        ),
+    ),
+    *of(
+        "hf_kvquant/serving/responses.py",
+        (
+            "    if num_first < 2:\n",
+            "    if True:\n",
+            "a template gets several system messages",
+            "serve_responses",
+        ),
+    ),
+    *of(
+        "hf_kvquant/serving/writing.py",
+        (
+            "self._told(token, logprobs[index], self._num_echoed + self._num_decoded)",
+            "self._told(token, logprobs[index], self._num_decoded)",
+            "tokens of an answer begin where its prompt does",
+            "serve_fields",
+        ),
+    ),
+    *of(
+        "hf_kvquant/serving/generation.py",
+        (
+            "prompt, new_tokens = prompt[:1], new_tokens + len(prompt) - 1",
+            "prompt = prompt[:1]",
+            "an answer ends before its prompt is scored",
+            "serve_fields",
+        ),
+    ),
+    *of(
         "hf_kvquant/serving/fields.py",
         (
             "if is_sampled or is_named else 0.0",

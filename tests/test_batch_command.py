@@ -323,13 +323,12 @@ def test_a_line_that_cannot_be_served_leaves_the_others(calling: Batch, monkeypa
 
     monkeypatch.setattr(Grammars, "begin", broken)
     monkeypatch.setattr(Reader, "feed", unreadable)
-    strict = {"type": "function", "function": {"name": "f", "strict": True}}
     odd = {"type": "function", "function": {"name": "g"}}
     calling.write(
         *bodies(
             {"structured_outputs": {"regex": "("}},
             {"structured_outputs": {"regex": "x+"}},
-            {"tools": [strict]},
+            {"reasoning_effort": "low"},
             {"structured_outputs": {"choice": ["yes"]}, "tools": [odd]},
             {"logit_bias": {"5000": 1}},
             {"structured_outputs": {"choice": ["no"]}, "tools": [odd]},
@@ -340,7 +339,7 @@ def test_a_line_that_cannot_be_served_leaves_the_others(calling: Batch, monkeypa
     found = {number: line["error"] and line["error"]["message"] for number, line in calling.lines().items()}
     assert found.pop(1).startswith("`structured_outputs` must be a grammar that can be compiled, got one that cannot")
     assert found.pop(2).startswith("the grammar of the answer must stay simple enough to be followed, got: ")
-    assert found.pop(3).startswith("`tools` needs a token with which calls begin")
+    assert found.pop(3).startswith("`reasoning_effort` must be left out, since the model's chat template")
     assert found == {
         4: "the answer cannot be read: odd",
         5: "`logit_bias` must be for token ids below 96, as many as the model has, got 5000.",
@@ -420,6 +419,7 @@ USER = {"role": "user", "content": "x"}
             "`sed` must be left out, since /v1/chat/completions has no such field. Did you mean 'seed'?",
         ),
         ({**CHAT, "body": {"messages": [USER], "stream": True}}, "`stream` must be false or left out, got true."),
+        ({**CHAT, "body": {"messages": [USER], "ignore_eos": True}}, "`ignore_eos` must be false or left out, got "),
         ({**CHAT, "body": {"messages": [USER], "tools": [{}]}}, "`tools` must be a list of up to 128 functions, each"),
         (
             {**CHAT, "body": {"messages": [USER], "max_tokens": 1, "max_completion_tokens": 2}},

@@ -73,7 +73,7 @@ def test_prompts_of_a_file_and_requests_that_fail(
     output = capsys.readouterr()
     found = json.loads(output.out)
     assert (found["finished"], found["failed"], found["prompt_tokens"]) == (4, 2, 12)
-    told = "hf-kvquant: refused: bench: 2 of 6 requests failed, the first of them with: the prompt must leave room"
+    told = "hf-kvquant: refused: bench: 2 of 6 requests failed, the first of them with: the prompt is too long: "
     assert output.err.startswith(told)
 
 

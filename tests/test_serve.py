@@ -225,10 +225,10 @@ HELLO = [{"role": "user", "content": "Hello"}]
         (
             COMPLETION,
             {"prompt": "The river", "max_tokens": 2047},
-            "prompt and `max_tokens` must fit, got 2 and 2047 tokens: 2048 tokens fit into the pages, and the model "
-            "has 2048 positions. Ask for 2046 or less.",
+            "prompt and `max_tokens` must fit, got 2 and 2047 tokens. This model's maximum context length is 2048 "
+            "tokens: 2048 tokens fit into the pages, and the model has 2048 positions. Ask for 2046 or less.",
         ),
-        (COMPLETION, {"prompt": " the" * 2048}, "the prompt must leave room for an answer, got 2048 tokens: "),
+        (COMPLETION, {"prompt": " the" * 2048}, "the prompt is too long: it must leave room for an answer, got 2048 "),
         (COMPLETION, {"prompt": "a", "stream": "yes"}, "`stream` must be true or false, got 'yes'."),
         (COMPLETION, {"prompt": "a", "temperature": -1}, "`temperature` must be a number of at least 0, got -1."),
         (COMPLETION, {"prompt": "a", "min_p": 2}, "`min_p` must be a number from 0 to 1, got 2."),
@@ -246,7 +246,6 @@ HELLO = [{"role": "user", "content": "Hello"}]
             {"prompt": "a", "logprobs": True},
             "`logprobs` must be true or false in a chat, an ",
         ),
-        (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True}, "`logprobs` must be left out with `echo`, since "),
         (
             CHAT,
             {"messages": HELLO, "logprobs": 1},
@@ -330,7 +329,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
         (
             CHAT,
             {"messages": HELLO, "tools": [{}]},
-            '`tools` must be a list of up to 128 functions, each with the `type` "function", got [{}].',
+            '`tools` must be a list of up to 128 functions, each with the `type` "function", got {}.',
         ),
     ],
 )
@@ -352,7 +351,17 @@ def test_bodies_that_are_no_json_objects(running: Running, content: bytes) -> No
 def test_a_body_that_is_too_long(running: Running) -> None:
     response = running.complete(prompt="x" * 2**20)
     assert response.status_code == 413
-    assert response.json()["error"]["message"] == "the body must have at most 1,048,576 bytes. Shorten the prompt."
+    expected = "the prompt is too long: the body must have at most 1,048,576 bytes. Shorten it."
+    assert response.json()["error"]["message"] == expected
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("body", [{"prompt": " the" * 2048}, {"prompt": "a", "max_tokens": 4000}])
+def test_clients_recognise_what_is_too_long(running: Running, body: dict[str, Any]) -> None:
+    """By the code, or by words of OpenAI's, which LiteLLM, CrewAI and pi look for."""
+    error = running.complete(**body).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert re.search(r"[Tt]his model's maximum context length is \d+ tokens", error["message"])
 
 
 def test_errors_reach_the_openai_client(running: Running) -> None:

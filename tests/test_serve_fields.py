@@ -13,11 +13,12 @@ from typing import Any, get_type_hints
 import models
 import openai
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion, chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvquant.upstream.releases import HAS_PAGES
 
@@ -27,6 +28,8 @@ if not HAS_PAGES:
 from servers import NAME, Running, serving
 from waiting import until
 
+from hf_kvquant.batching.grammars import Grammars
+from hf_kvquant.common.errors import RefusedRequest
 from hf_kvquant.serving import chats
 from hf_kvquant.serving.fields import BOTH, CHAT, COMPLETION, FIELDS
 from hf_kvquant.serving.forms import ChatForm
@@ -176,6 +179,45 @@ def test_an_answer_that_begins_with_thoughts(running: Running, monkeypatch: pyte
     assert all(not delta.get("content") for delta in deltas)
 
 
+@pytest.mark.parametrize(
+    ("template", "more", "written"),
+    [
+        ("{{ reasoning_effort }}", {"reasoning_effort": "low"}, "low"),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "none"}, "none"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none"}, "False"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none", "chat_template_kwargs": {"more": 1}}, "False"),
+        (
+            "{{ enable_thinking }}",
+            {"reasoning_effort": "low"},
+            '`reasoning_effort` must be "none" or left out, since the model\'s chat template can only switch thoughts '
+            "off, got 'low'.",
+        ),
+        (
+            "{{ messages }}",
+            {"reasoning_effort": "low"},
+            "`reasoning_effort` must be left out, since the model's chat template has no variable for it.",
+        ),
+        (
+            "{{ reasoning_effort }}",
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "`reasoning_effort` and `reasoning_effort` of `chat_template_kwargs` must agree, got two values. Leave one "
+            "out.",
+        ),
+    ],
+)
+def test_how_long_a_model_thinks(folder: str, template: str, more: dict[str, Any], written: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    found = chats.Chats(model, tokenizer, Grammars(tokenizer, len(tokenizer), []))
+    body = {**BODIES[CHAT], **more}
+    if written.startswith("`"):
+        with pytest.raises(RefusedRequest) as told:
+            found.tokens_of(body, None)
+        assert (told.value.message, told.value.param) == (written, "reasoning_effort")
+    else:
+        assert tokenizer.decode(found.tokens_of(body, None)) == written
+
+
 def test_what_looks_like_a_call_of_a_tool_stays_text(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {**BODIES[CHAT], "max_tokens": LENGTH}
     text = running.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
@@ -270,6 +312,31 @@ def test_all_pieces_have_the_form_of_openai(running: Running, path: str) -> None
         assert [event["choices"][0]["delta"] for event in events[:2]] == [{"role": "assistant", "content": ""}] * 2
 
 
+@pytest.mark.parametrize("path", BOTH)
+def test_usage_comes_with_each_piece(running: Running, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = events_of(running, path, **BODIES[path], n=2, max_tokens=3, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in events if "usage" in event]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 6 and len(set(counts)) > 2
+    assert last["choices"] == [] and events[-1]["usage"] == last["usage"]
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_end_tokens_that_end_no_answer(tmp_path: Path, path: str) -> None:
+    end = models.VOCAB_SIZE - 2
+    model = models.build("llama", max_position_embeddings=512)
+    model.generation_config.eos_token_id = end
+    more = {"eos_token": "~", "model_max_length": 512, "chat_template": models.CHAT_TEMPLATE}
+    body = {**BODIES[path], "max_tokens": LENGTH, "logit_bias": {str(end): 100}}
+    with serving(models.save(model, tmp_path, **more), num_blocks=4) as running:
+        for ignores, num_new, reason in ((False, 1, "stop"), (True, LENGTH, "length")):
+            found = running.http.post(path, json={**body, "ignore_eos": ignores}).json()
+            assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (num_new, reason)
+        refused = running.http.post(path, json={**body, "ignore_eos": True, "structured_outputs": {"regex": "a"}})
+        expected = "`ignore_eos` must be left out where an answer must match something, got both: it ends by itself."
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, expected)
+
+
 # --- how tokens are chosen --------------------------------------------------------------------------------------------
 
 HOT = {"temperature": 1.5, "max_tokens": LENGTH}
@@ -337,6 +404,67 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI, running: Runni
     pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
     streamed = [value for piece in pieces if piece is not None for value in piece.token_logprobs or ()]
     assert streamed == pytest.approx(logprobs.token_logprobs, abs=1e-4)
+
+
+def test_log_probabilities_of_a_prompt(running: Running, folder: str) -> None:
+    """Those of a dense model, but for what the cache stores. The answer goes on as without them."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    options: dict[str, Any] = {"max_tokens": LENGTH, "echo": True, "logprobs": 2}
+    for prompts in (PROMPTS, [tokenizer(prompt).input_ids for prompt in PROMPTS]):
+        found = running.complete(prompt=prompts, n=2, **options).json()
+        for index, choice in enumerate(found["choices"]):
+            prompt = PROMPTS[index // 2]
+            ids, told = tokenizer(prompt).input_ids, choice["logprobs"]
+            with torch.no_grad():
+                expected = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            assert choice["text"] == tokenizer.decode(ids) + text_of(running, prompt)
+            assert "".join(told["tokens"]) == choice["text"] and len(told["tokens"]) == len(ids) + LENGTH
+            assert told["text_offset"] == [*range(len(choice["text"]))]
+            assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+            scores = [expected[place, token].item() for place, token in enumerate(ids[1:])]
+            assert told["token_logprobs"][1 : len(ids)] == pytest.approx(scores, abs=0.1)
+            for place, top in enumerate(told["top_logprobs"][1 : len(ids)]):
+                assert max(top.values()) == pytest.approx(expected[place].max().item(), abs=0.1)
+    assert found["usage"]["completion_tokens"] == 6 * LENGTH
+    assert found["usage"]["prompt_tokens"] == sum(len(tokenizer(prompt).input_ids) for prompt in PROMPTS)
+
+
+def test_log_probabilities_of_a_prompt_in_a_stream(running: Running) -> None:
+    options: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": LENGTH, "echo": True, "logprobs": 0}
+    whole = running.complete(**options).json()["choices"][0]
+    events = [event["choices"][0] for event in events_of(running, **options)]
+    assert "".join(event["text"] for event in events) == whole["text"]
+    told = [value for event in events if event["logprobs"] for value in event["logprobs"]["token_logprobs"]]
+    assert told[0] is None and told[1:] == pytest.approx(whole["logprobs"]["token_logprobs"][1:], abs=1e-4)
+
+
+def test_stop_strings_are_not_looked_for_in_a_prompt(running: Running) -> None:
+    whole = text_of(running, PROMPTS[0])
+    options: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": LENGTH, "echo": True, "logprobs": 0}
+    found = running.complete(**options, stop=[PROMPTS[0][2:5], whole[4:6]]).json()["choices"][0]
+    assert found["text"] == PROMPTS[0] + whole[: whole.index(whole[4:6])] and found["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("frequency_penalty", 0.5), ("repetition_penalty", 2), ("structured_outputs", {"regex": "a"})]
+)
+def test_what_does_not_go_with_log_probabilities_of_a_prompt(running: Running, name: str, value: Any) -> None:
+    found = running.complete(prompt="abc", echo=True, logprobs=1, **{name: value})
+    expected = f"`{name}` must be left out where `logprobs` come with `echo`, got {value}."
+    assert (found.status_code, found.json()["error"]["message"]) == (400, expected)
+
+
+def test_a_prompt_whose_tokens_would_end_it(tmp_path: Path) -> None:
+    """One at the beginning, such as the one that many models begin with, ends nothing."""
+    model = models.build("llama", max_position_embeddings=512)
+    end = model.generation_config.eos_token_id = models.VOCAB_SIZE - 2
+    folder = models.save(model, tmp_path, eos_token="~", model_max_length=512)
+    with serving(folder, num_blocks=4) as running:
+        options: dict[str, Any] = {"max_tokens": 1, "echo": True, "logprobs": 1}
+        assert len(running.complete(prompt=[end, 5, 6], **options).json()["choices"][0]["logprobs"]["tokens"]) == 4
+        found = running.complete(prompt=[5, end], **options)
+        expected = "`prompt` must have no end token but at its beginning where `logprobs` come with `echo`, got "
+        assert (found.status_code, found.json()["error"]["message"]) == (400, f"{expected}{end}.")
 
 
 def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:

@@ -28,6 +28,7 @@ from hf_kvquant.serving.forms import Usage
 from hf_kvquant.serving.pieces import Piece
 from hf_kvquant.serving.response_form import ResponseForm
 from hf_kvquant.serving.responses import FIELDS, ROUTE, chat_of
+from hf_kvquant.serving.structured import shown
 from hf_kvquant.serving.tools import ToolCall
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -238,10 +239,83 @@ def test_input_becomes_messages(given: Any, expected: list[dict[str, Any]]) -> N
     assert chat_of({"input": given, "instructions": "Be brief."})["messages"] == [system, *expected]
 
 
-def test_instructions_go_before_a_system_message() -> None:
+def test_null_stands_for_leaving_out() -> None:
+    """Clients send back what they have read, with each key of its type."""
+    call = {"type": "function_call", "call_id": "c", "name": "n", "arguments": "{}", "id": None, "namespace": None}
+    given = [{"role": "user", "content": "a", "phase": None, "more": None}, call]
+    tool = {**TIME, "strict": None, "defer_loading": None}
+    found = chat_of({"input": given, "tools": [tool]})
+    assert found["messages"] == chat_of({"input": [{"role": "user", "content": "a"}, {**call}]})["messages"]
+    assert found["tools"] == chat_of({"input": given, "tools": [TIME]})["tools"]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "in one piece"])
+def test_log_probabilities(running: Running, client: openai.OpenAI, stream: bool) -> None:
+    """They are those of the chat."""
+    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": LENGTH, "logprobs": True, "top_logprobs": 2}
+    expected = running.http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+    options: Any = {"model": NAME, "input": "abc", "max_output_tokens": LENGTH, "top_logprobs": 2}
+    options["include"] = ["message.output_text.logprobs"]
+    if stream:
+        events: list[Any] = list(client.responses.create(**options, stream=True))
+        deltas = [each.to_dict() for event in events if event.type.endswith("text.delta") for each in event.logprobs]
+        assert deltas == expected
+        found = events[-1].response
+    else:
+        found = client.responses.create(**options)
+    assert [each.to_dict() for each in found.output[0].content[0].logprobs] == expected
+    assert found.top_logprobs == 2
+    assert client.responses.create(**{**options, "include": [], "top_logprobs": 0}).output[0].content[0].logprobs == []  # type: ignore[union-attr]
+
+
+def test_the_token_that_ends_a_text_has_a_log_probability_too(client: openai.OpenAI) -> None:
+    ends = {"logit_bias": {str(models.VOCAB_SIZE - 2): 100}}
+    include: Any = ["message.output_text.logprobs"]
+    (message,) = client.responses.create(model=NAME, input="abc", include=include, extra_body=ends).to_dict()["output"]  # type: ignore[misc]
+    assert [each["token"] for each in message["content"][0]["logprobs"]] == [END]
+
+
+def test_what_codex_sends_besides(running: Running) -> None:
+    more = {
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"},
+        "client_metadata": {"session_id": "x"},
+        "prompt_cache_key": "x",
+        "store": False,
+        "parallel_tool_calls": True,
+    }
+    body = {"input": "abc", "max_output_tokens": LENGTH}
+    texts = [running.http.post(ROUTE, json={**body, **each}).json()["output"][0]["content"] for each in ({}, more)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "culprit"),
+    [
+        ("input", [{"role": "user", "content": "a"}, {"type": "computer_call", "id": "b"}], 1),
+        ("tools", [TIME, TIME, {"type": "namespace", "name": "agents", "tools": [TIME]}, {"type": "web_search"}], 2),
+    ],
+)
+def test_what_is_wrong_in_a_list_is_shown(field: str, value: list[Any], culprit: int) -> None:
+    with pytest.raises(RefusedRequest) as told:
+        chat_of({"input": "a", field: value})
+    assert told.value.message.endswith(f", got {shown(value[culprit])}.")
+
+
+def test_an_effort_to_think_is_that_of_a_chat() -> None:
+    assert chat_of({"input": "a", "reasoning": {"effort": "low", "summary": None}})["reasoning_effort"] == "low"
+    assert "reasoning_effort" not in chat_of({"input": "a", "reasoning": {"effort": None, "summary": "auto"}})
+
+
+def test_instructions_at_the_beginning_become_one_message() -> None:
     given = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     (first, _) = chat_of({"input": given, "instructions": "c"})["messages"]
     assert first == {"role": "system", "content": "c\n\na"}
+    several = [{"role": "developer", "content": "d"}, {"role": "developer", "content": [{"type": "text", "text": "e"}]}]
+    one = {"role": "developer", "content": "d\n\ne"}
+    assert chat_of({"input": [*several, given[1]]})["messages"] == [one, given[1]]
+    assert len(chat_of({"input": [given[1], *several]})["messages"]) == 3
+    assert chat_of({"input": several})["messages"] == [one]
 
 
 INPUT = "`input` must be a text, or a list of messages of texts, calls and their outputs, got "
@@ -253,7 +327,16 @@ INPUT = "`input` must be a text, or a list of messages of texts, calls and their
         ({}, f"{INPUT}None.", "input"),
         ({"input": []}, f"{INPUT}[].", "input"),
         ({"input": [{"type": "input_image", "image_url": "x"}]}, INPUT, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, INPUT, "input"),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "x"}]},
+            "`input` must have items as they are, since none are stored, got {'type': 'item_reference', 'id': 'x'}. M",
+            "input",
+        ),
+        (
+            {"input": "a", "previous_response_id": "x"},
+            "`previous_response_id` must be left out in favour of all items in `input`, since it is not served",
+            "previous_response_id",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, INPUT, "input"),
         ({"input": [{"role": "usr", "content": "x"}]}, "the `role` of a message must be one of system, d", "input"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "`input` must have a message, got none. Write", "input"),
@@ -264,6 +347,10 @@ INPUT = "`input` must be a text, or a list of messages of texts, calls and their
         ),
         ({"input": "a", "max_output_tokens": 0}, "`max_output_tokens` must be an integer of at least 1", None),
         ({"input": "a", "max_output_tokens": 9999}, "prompt and `max_output_tokens` must fit, got ", None),
+        ({"input": "a", "top_logprobs": 3}, "`top_logprobs` must come with 'message.output_text.logprobs' in", None),
+        ({"input": "a", "include": ["x"]}, '`include` must be a list of "message.output_text.logprobs" and', None),
+        ({"input": "a", "reasoning": {"effort": "low"}}, "`reasoning` must be left out, since the model", "reasoning"),
+        ({"input": "a", "reasoning": {"effort": 3}}, "`reasoning` must be an object with `effort` and", "reasoning"),
         ({"input": "a", "max_tokens": 3}, "`max_tokens` must be left out, since /v1/responses has ", None),
         ({"input": "a", "model": "x"}, f"`model` must be '{NAME}' or left out, got 'x'.", "model"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "`tools` must be a list of up to 128 functions", "tools"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import models
@@ -112,16 +111,33 @@ def test_a_conversation_with_a_tool(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(messages=messages, **{**options, "max_tokens": 5}).choices[0].message.content
 
 
-def test_strict_functions_leave_the_choice_to_the_model(tmp_path: Path) -> None:
+STRICT: dict[str, Any] = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+LLAMA_3_CALL = '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "call"),
+    [
+        ("Hermes", ["<tool_call>", "</tool_call>"], HERMES_CALL),
+        ("Hermes", [], HERMES_CALL),
+        ("Llama 3", [], LLAMA_3_CALL),
+    ],
+    ids=["a token begins calls", "a text begins calls", "calls are JSON"],
+)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_strict_functions_leave_the_choice_to_the_model(
+    name: str, tokens: list[str], call: str, is_parallel: bool
+) -> None:
     """Its text goes on as without them, until a call begins."""
     pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     tokenizer = models.tokenizer(eos_token=END)
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.add_tokens(tokens)
     grammars = Grammars(tokenizer, len(tokenizer), [models.VOCAB_SIZE - 2])
-    first, *others = tools_of(strict).grammars(FORMATS["Hermes"], grammars.spelled)
-    text = {"lark_grammar": "start: TEXT | TEXT? @calls\nTEXT: /(.|\\n)+/"}
-    grammar = written(text, {**first, "name": "calls"}, *others)
+    tools = tools_of(STRICT, parallel_tool_calls=is_parallel)
+    found = tools.grammars_of_choice(FORMATS[name], grammars.spelled, "")
+    assert found is not None
+    grammar = written(*found)
     grammars.compile(grammar)
 
     def is_allowed(answer: str) -> bool:
@@ -129,18 +145,27 @@ def test_strict_functions_leave_the_choice_to_the_model(tmp_path: Path) -> None:
         matcher = grammars.begin(grammar, []).matcher
         return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
 
-    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
-    assert is_allowed("so") and is_allowed(call) and is_allowed(f"so {call}\n{call}")
+    assert is_allowed("so") and is_allowed("a < b, a <tool") and is_allowed(call)
     assert not is_allowed(call.replace("3", "0")) and not is_allowed(call.replace("get_weather", "get_time"))
+    assert not is_allowed(call[:-1])
+    if name == "Hermes":  # else it is all text, which no `{` begins
+        assert is_allowed(f"so {call}") and not is_allowed(f"so {call.replace('3', '0')}")
+        assert is_allowed(f"so {call}\n{call}") == is_parallel and not is_allowed(f"{call} so")
 
 
-def test_strict_functions_need_a_token_with_which_calls_begin(running: Running) -> None:
+def test_strict_functions_need_something_with_which_calls_begin(folder: str) -> None:
     pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     reason = (
         "needs a token with which calls begin if a function is `strict` and none has to be called, and the model has"
     )
-    assert told(running, tools=[strict]) == f"`tools` {reason} none. Leave `strict` out."
+    with serving(folder, num_blocks=6, chat_template=TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]")) as running:
+        assert told(running, tools=[STRICT]) == f"`tools` {reason} none. Leave `strict` out."
+
+
+def test_strict_functions_and_a_text(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance", reason="pinned for Python 3.11 and later")
+    choice = client.chat.completions.create(model=NAME, messages=MESSAGES, tools=[STRICT], max_tokens=30).choices[0]
+    assert choice.message.content and not choice.message.tool_calls
 
 
 FORMAT: Any = {
@@ -337,10 +362,22 @@ def test_messages_of_a_conversation() -> None:
         {"role": "tool", "tool_call_id": "a", "name": "f", "content": [{"type": "text", "text": "y"}]},
     ]
     read_call = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
-    assert for_template(messages) == [
+    assert for_template(messages, TEMPLATE) == [
         {"role": "assistant", "content": "Wait.", "tool_calls": [read_call]},
         {"role": "tool", "tool_call_id": "a", "name": "f", "content": "y"},
     ]
+
+
+def test_a_developer_is_the_system_where_the_template_does_not_know_it(folder: str) -> None:
+    """Qwen's templates leave out messages of a role that they do not know."""
+    hello: Any = {"role": "user", "content": "Hello"}
+    for template, known in (("{% if message.role == 'developer' %}", "developer"), (TEMPLATE, "system")):
+        (first, second) = for_template([{"role": "developer", "content": "Be brief."}, hello], template)
+        assert (first, second) == ({"role": known, "content": "Be brief."}, hello)
+    template = "{% for message in messages if message.role in ('system', 'user') %}{{ message.content }}{% endfor %}"
+    with serving(folder, num_blocks=2, chat_template=template) as running:
+        body = {"messages": [{"role": "developer", "content": "Be brief."}, hello], "max_tokens": 1}
+        assert running.http.post(CHAT, json=body).json()["usage"]["prompt_tokens"] == len("Be brief.Hello")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -388,6 +425,8 @@ def test_tools_that_are_none(tools: Any) -> None:
     message, param = refusal(tools=tools)
     assert message.startswith('`tools` must be a list of up to 128 functions, each with the `type` "function", got ')
     assert param == "tools"
+    wrong = {"type": "custom", "custom": {"name": "a"}}
+    assert refusal(tools=[TIME, wrong])[0].endswith(f", got {wrong}.")
 
 
 def test_arguments_that_are_no_object() -> None:

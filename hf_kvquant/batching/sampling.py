@@ -50,6 +50,7 @@ class Sampling:
         choice: Likewise: which answer to the same prompt this is.
         num_logprobs: Most likely tokens that are reported with each token; `None` for no report.
         grammar: What the answer must match, see `Grammars`; `None` for nothing.
+        forced: What the sequence begins with: at these positions nothing is chosen. So tokens of a prompt get reports.
     """
 
     temperature: float = 0.0
@@ -64,6 +65,7 @@ class Sampling:
     choice: int = 0
     num_logprobs: int | None = None
     grammar: str | None = None
+    forced: tuple[int, ...] = ()
 
     @property
     def is_truncated(self) -> bool:
@@ -175,6 +177,7 @@ def _chosen(scores: Tensor, states: Sequence[Any], grammars: Grammars | None) ->
             index = _sent(rows, torch.int64, scores.device)
             draws = [samplings[row].draw(states[row].position_offset) for row in rows]
             tokens[index] = _drawn(logits[index], [samplings[row] for row in rows], draws, is_truncated)
+    _force(tokens, states, samplings)
     for row, (state, each) in enumerate(zip(states, samplings, strict=True)):
         if each.is_penalized:
             state.token_counts.index_add_(0, tokens[row : row + 1], state.token_counts.new_ones(1))
@@ -185,6 +188,15 @@ def _chosen(scores: Tensor, states: Sequence[Any], grammars: Grammars | None) ->
             states[row].progress.note(chosen, row, event)
     _send_reports(scores, tokens, states, samplings)
     return tokens
+
+
+def _force(tokens: Tensor, states: Sequence[Any], samplings: Sequence[Sampling]) -> None:
+    """Put the tokens that are forced in place of those that were chosen."""
+    places = [state.position_offset for state in states]
+    forced = [(row, each.forced[places[row]]) for row, each in enumerate(samplings) if places[row] < len(each.forced)]
+    if forced:
+        rows, values = _sent(forced, torch.int64, tokens.device).T
+        tokens[rows] = values
 
 
 def _masked(

@@ -105,8 +105,9 @@ def _openai_job(job: Job, item: Mapping[str, Any]) -> Job:
     if item.get("method", "POST") != "POST" or item.get("url", CHAT) != CHAT:
         raise BadLine(f"`method` and `url` must be POST and {CHAT}, got {item.get('method')!r} and {item.get('url')!r}")
     asked = parameters_of(body, CHAT, None)
-    if asked.is_streamed:
-        raise BadLine("`stream` must be false or left out, got true")
+    for name, is_asked in (("stream", asked.is_streamed), ("ignore_eos", asked.ignores_end)):
+        if is_asked:
+            raise BadLine(f"`{name}` must be false or left out, got true")
     return dataclasses.replace(job, body=body, asked=asked)
 
 

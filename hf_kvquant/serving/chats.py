@@ -56,15 +56,19 @@ class Chats:
                 "`messages` must have no `tool_calls`, since the model's chat template has no place for tools.",
                 param="messages",
             )
+        given = None if tools is None else tools.given
         try:
+            template = str(self._tokenizer.get_chat_template(tools=given))
             text = self._tokenizer.apply_chat_template(
-                for_template(messages),
-                tools=None if tools is None else tools.given,
+                for_template(messages, template),
+                tools=given,
                 add_generation_prompt=True,
                 tokenize=False,
-                **(body.get("chat_template_kwargs") or {}),
+                **_variables(body, template),
             )
             text.encode()
+        except RefusedRequest:
+            raise
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             raise RefusedRequest(f"`messages` must be Unicode text, got {error.reason}.", param="messages") from error
         except Exception as error:  # a template is a program
@@ -178,18 +182,15 @@ class Chats:
         """Of an answer that calls, or that calls or says something."""
         if self._format is None or self._format.calls is None:
             raise NoGrammars("needs a grammar of the model's calls, and for those of this model there is none")
-        calls = tools.grammars(self._format, self._grammars.spelled)
         if tools.must_call:
-            return calls
-        begin = self._format.begin and self._grammars.spelled(self._format.begin)
-        if not begin or not begin.startswith("<["):
+            return tools.grammars(self._format, self._grammars.spelled)
+        found = tools.grammars_of_choice(self._format, self._grammars.spelled, self._thoughts())
+        if found is None:
             raise NoGrammars(
                 "needs a token with which calls begin if a function is `strict` and none has to be called, and the "
                 "model has none. Leave `strict` out"
             )
-        thoughts = self._thoughts()
-        text = f"start: {thoughts}TEXT | {thoughts}TEXT? @calls\nTEXT: /(.|\\n)+/"
-        return [{"lark_grammar": text}, {**calls[0], "name": "calls"}, *calls[1:]]
+        return found
 
     def _grammars_of_both(self, answer: dict[str, Any], tools: Tools) -> list[dict[str, Any]]:
         """Of an answer that is of a format, or calls: a format is of texts, as in OpenAI's API."""
@@ -212,3 +213,29 @@ class Chats:
                 first, last = map(self._grammars.spelled, ends)
                 return f"({first} /(.|\\n)*/ {last})? "
         return ""
+
+
+def _variables(body: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """What a chat template gets besides messages and tools.
+
+    Args:
+        body: Of a request, checked.
+        template: Its text.
+
+    Raises:
+        RefusedRequest: The template does not know of an effort to think.
+    """
+    given, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
+    if effort is None:
+        return dict(given)
+    name, value = ("reasoning_effort", effort) if "reasoning_effort" in template else ("enable_thinking", False)
+    if name not in template:
+        message = "`reasoning_effort` must be left out, since the model's chat template has no variable for it."
+        raise RefusedRequest(message, param="reasoning_effort")
+    if name == "enable_thinking" and effort != "none":
+        expected = '"none" or left out, since the model\'s chat template can only switch thoughts off'
+        raise RefusedRequest(f"`reasoning_effort` must be {expected}, got {effort!r}.", param="reasoning_effort")
+    if given.get(name, value) != value:
+        both = f"`reasoning_effort` and `{name}` of `chat_template_kwargs`"
+        raise RefusedRequest(f"{both} must agree, got two values. Leave one out.", param="reasoning_effort")
+    return {**given, name: value}

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ..batching.sampling import Sampling
 from ..common.errors import RefusedRequest, did_you_mean
 from .structured import KINDS, is_format, is_structure, shown, wrong_structure
-from .tools import MAX_TOOLS, MESSAGE, ROLES, Tools, is_call, is_choice, is_tools, tools_of, wrong_tools
+from .tools import MAX_TOOLS, MESSAGE, ROLES, Tools, is_call, is_choice, is_tool, is_tools, tools_of, wrong_tools
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETION)
@@ -30,6 +30,8 @@ MAX_CHOICES, MAX_ANSWERS = 128, 1024
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES, MAX_BIAS = 1024, 100
+# How long a model may think, as OpenAI's API and models of that kind name it.
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # What the server itself passes to chat templates. A template of the client's, too, would run on the event loop for as
 # long as it likes.
 RESERVED = {
@@ -53,6 +55,7 @@ class Field:
         routes: Where it may occur.
         is_served: Whether it has an effect at some value.
         why_not: Of a value of the right form, what it must be or have besides, in words; `None` if all is right.
+        culprit: What is wrong in a value that is not right: the value itself, or a part of it.
     """
 
     expected: str
@@ -60,6 +63,7 @@ class Field:
     routes: tuple[str, ...] = BOTH
     is_served: bool = True
     why_not: Callable[[Any], str | None] = lambda value: None
+    culprit: Callable[[Any], Any] = lambda value: value
 
 
 def without_effect(*neutral: Any, routes: tuple[str, ...] = BOTH) -> Field:
@@ -76,6 +80,13 @@ def _elsewhere() -> Field:
 def note(routes: tuple[str, ...] = BOTH) -> Field:
     """A field for the client's own use, which never changes an answer."""
     return Field("anything", lambda value: True, routes, False)
+
+
+def first_wrong(is_right: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """The `culprit` of a list: its first entry that is not right; the list itself if each one is."""
+    return lambda value: (
+        next((each for each in value if not is_right(each)), value) if isinstance(value, list) else value
+    )
 
 
 def _is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
@@ -109,7 +120,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_options_of_stream(value: Any) -> bool:
-    names = {"include_usage", "include_obfuscation"}
+    names = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     return isinstance(value, dict) and value.keys() <= names and all(map(_is_bool, value.values()))
 
 
@@ -133,9 +144,10 @@ FIELDS: dict[str, Field] = {
     "max_tokens": _LENGTH,
     "max_completion_tokens": _LENGTH,
     "n": Field(f"an integer from 1 to {MAX_CHOICES}", lambda value: _is_integer(value, 1, MAX_CHOICES)),
+    "ignore_eos": Field("true or false", _is_bool),
     "stop": Field(f"a text that is not empty, or a list of up to {MAX_STOPS} of these", _is_stop),
     "stream": Field("true or false", _is_bool),
-    "stream_options": Field("an object with `include_usage`", _is_options_of_stream),
+    "stream_options": Field("an object with `include_usage` and `continuous_usage_stats`", _is_options_of_stream),
     "echo": Field("true or false", _is_bool, (COMPLETION,)),
     "temperature": Field("a number of at least 0", lambda value: _is_number(value, 0)),
     "top_p": Field("a number above 0 and at most 1", lambda value: _is_number(value, 0, 1) and value > 0),
@@ -158,6 +170,7 @@ FIELDS: dict[str, Field] = {
         is_tools,
         (CHAT,),
         why_not=wrong_tools,
+        culprit=first_wrong(is_tool),
     ),
     "tool_choice": Field(
         '"none", "auto", "required", or an object that names a function of `tools`', is_choice, (CHAT,)
@@ -174,6 +187,9 @@ FIELDS: dict[str, Field] = {
     "chat_template_kwargs": Field(
         "an object", lambda value: isinstance(value, dict), (CHAT,), why_not=_wrong_options_of_template
     ),
+    "reasoning_effort": Field(
+        f"one of {', '.join(json.dumps(each) for each in EFFORTS)}", lambda value: value in EFFORTS, (CHAT,)
+    ),
     # OpenAI's fields for which there is nothing here.
     "audio": without_effect(routes=(CHAT,)),
     "best_of": without_effect(1, routes=(COMPLETION,)),
@@ -182,14 +198,19 @@ FIELDS: dict[str, Field] = {
     "modalities": without_effect(["text"], routes=(CHAT,)),
     "moderation": without_effect(routes=(CHAT,)),
     "prediction": without_effect(routes=(CHAT,)),
-    "reasoning_effort": without_effect(routes=(CHAT,)),
     "service_tier": without_effect("auto", "default", routes=(CHAT,)),
     "store": without_effect(False, routes=(CHAT,)),
     "suffix": without_effect("", routes=(COMPLETION,)),
     "verbosity": without_effect(routes=(CHAT,)),
     "web_search_options": without_effect(routes=(CHAT,)),
     # Other servers' names of `structured_outputs`.
-    **dict.fromkeys(("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex"), _elsewhere()),
+    **dict.fromkeys(
+        (
+            *("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+            *("ebnf", "json_schema", "regex"),
+        ),
+        _elsewhere(),
+    ),
     # Notes of the client's.
     "metadata": note((CHAT,)),
     "prompt_cache_key": note((CHAT,)),
@@ -216,7 +237,9 @@ class Parameters:
         max_new_tokens: Of each answer; `None` if the client does not say.
         stop: Texts that end an answer.
         is_streamed: Whether the client gets each piece.
+        ignores_end: Whether the end tokens of the model end no answer.
         includes_usage: Whether a stream ends with the numbers of tokens.
+        counts_each: Whether each piece of a stream comes with the numbers so far.
         echoes: Whether answers begin with their prompts.
         num_logprobs: Most likely tokens that are reported with each token; `None` for no report.
         settings: Fields of `SETTINGS` that the client has sent.
@@ -228,7 +251,9 @@ class Parameters:
     max_new_tokens: int | None
     stop: tuple[str, ...]
     is_streamed: bool
+    ignores_end: bool
     includes_usage: bool
+    counts_each: bool
     echoes: bool
     num_logprobs: int | None
     settings: dict[str, Any]
@@ -239,6 +264,17 @@ class Parameters:
     def structure_name(self) -> str | None:
         """The field that says what answers must match; `None` if they may be any text."""
         return next((name for name, value in self.structure.items() if value != {"type": "text"}), None)
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether tokens of the prompts come with logarithms of probabilities."""
+        return self.echoes and self.num_logprobs is not None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether answers must match something."""
+        calls = self.tools is not None and (self.tools.must_call or self.tools.is_strict)
+        return self.structure_name is not None or calls
 
     @property
     def ends_by_text(self) -> bool:
@@ -304,19 +340,27 @@ def parameters_of(body: Mapping[str, Any], route: str, model: str | None) -> Par
         _check_messages(given.get("messages"))
     elif "prompt" not in given:
         raise _wrong("prompt", None)
-    stop = given.get("stop", [])
-    return Parameters(
+    stop, options = given.get("stop", []), given.get("stream_options", {})
+    found = Parameters(
         num_choices=given.get("n", 1),
         max_new_tokens=next(iter(lengths), None),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         is_streamed=given.get("stream", False),
-        includes_usage=given.get("stream_options", {}).get("include_usage", False),
+        ignores_end=given.get("ignore_eos", False),
+        includes_usage=options.get("include_usage", False),
+        counts_each=options.get("continuous_usage_stats", False),
         echoes=given.get("echo", False),
         num_logprobs=_num_logprobs(given, route),
         settings={name: given[name] for name in SETTINGS if name in given},
         structure={name: given[name] for name in STRUCTURE if name in given},
         tools=_tools(given),
     )
+    if found.ignores_end and found.has_grammar:
+        message = "`ignore_eos` must be left out where an answer must match something, got both: it ends by itself."
+        raise RefusedRequest(message, param="ignore_eos")
+    if found.scores_prompts:
+        _check_alone(given)
+    return found
 
 
 def checked(body: Mapping[str, Any], fields: Mapping[str, Field], route: str) -> dict[str, Any]:
@@ -361,10 +405,15 @@ def _num_logprobs(given: dict[str, Any], route: str) -> int | None:
                 "`top_logprobs` must come with `logprobs`, got it alone. Send true.", param="top_logprobs"
             )
         return None
-    if given.get("echo"):
-        message = "`logprobs` must be left out with `echo`, since those of a prompt are not served, got both."
-        raise RefusedRequest(message, param="logprobs")
     return int(given.get("top_logprobs", 0) if route == CHAT else value)
+
+
+def _check_alone(given: dict[str, Any]) -> None:
+    """Refuse what would count the tokens of a prompt as those of an answer."""
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "structured_outputs"):
+        if given.get(name, 0) not in (0, 1):
+            message = f"`{name}` must be left out where `logprobs` come with `echo`, got {shown(given[name])}."
+            raise RefusedRequest(message, param=name)
 
 
 def _tools(given: dict[str, Any]) -> Tools | None:
@@ -432,4 +481,4 @@ def _wrong(name: str, got: Any) -> RefusedRequest:
 def wrong(name: str, got: Any, field: Field) -> RefusedRequest:
     """The refusal of a value of a field."""
     expected = field.expected if field.is_served else f"{field.expected}, since it is not served"
-    return RefusedRequest(f"`{name}` must be {expected}, got {shown(got)}.", param=name)
+    return RefusedRequest(f"`{name}` must be {expected}, got {shown(field.culprit(got))}.", param=name)

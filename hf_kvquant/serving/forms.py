@@ -50,14 +50,14 @@ class Form:
         """An answer in one piece."""
         return {**self._head(self.kinds[0]), "choices": choices, "usage": usage.to_dict()}
 
-    def chunks(self, piece: Piece) -> str:
+    def chunks(self, piece: Piece, usage: Usage | None = None) -> str:
         """A piece of one of the answers, as events: one for each of its texts, and one for its end."""
         texts = [*piece.texts, ""] if piece.reason is not None or not piece.texts else piece.texts
         chunks = []
         for number, text in enumerate(texts, 1):
             logprobs = piece.logprobs if number == 1 else None
             reason = piece.reason if number == len(texts) else None
-            chunks.append(self.chunk([self._choice(piece.index, self.delta(text), logprobs, reason)]))
+            chunks.append(self.chunk([self._choice(piece.index, self.delta(text), logprobs, reason)], usage))
         return "".join(chunks)
 
     def choice(self, piece: Piece) -> dict[str, Any]:
@@ -138,11 +138,7 @@ class ChatForm(Form):
 
     def logprobs(self, found: Sequence[Logprob]) -> dict[str, Any]:
         """See `Form`."""
-        content = [
-            {**_token(each.text, each.logprob), "top_logprobs": [_token(*other) for other in each.top]}
-            for each in found
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(found), "refusal": None}
 
 
 class CompletionForm(Form):
@@ -165,21 +161,31 @@ class CompletionForm(Form):
             "tokens": [each.text for each in found],
             "token_logprobs": [_finite(each.logprob) for each in found],
             "top_logprobs": [
-                {text: _finite(value) for text, value in [*each.top[::-1], (each.text, each.logprob)]} for each in found
+                None
+                if each.logprob is None
+                else {text: _finite(value) for text, value in [*each.top[::-1], (each.text, each.logprob)]}
+                for each in found
             ],
             "text_offset": [each.begin for each in found],
         }
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
+def token_logprobs(found: Sequence[Logprob]) -> list[dict[str, Any]]:
+    """Logarithms of probabilities, as chats spell them."""
+    return [
+        {**_token(each.text, each.logprob), "top_logprobs": [_token(*other) for other in each.top]} for each in found
+    ]
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
     """A token of a chat. One that is no whole character has no text of its own, and its bytes are not known."""
     is_whole = "\N{REPLACEMENT CHARACTER}" not in text
     return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if is_whole else None}
 
 
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float | None:
     """JSON has no infinity. OpenAI's API writes -9999 for it."""
-    return max(logprob, LEAST_LOGPROB)
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
 def event(data: Any) -> str:

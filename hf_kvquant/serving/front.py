@@ -124,7 +124,8 @@ class FrontDoor:
 
     def _refusal(self, body: bytes) -> JSONResponse | None:
         if len(body) > self._max_body:
-            return refusal(413, f"the body must have at most {self._max_body:,} bytes. Shorten the prompt.")
+            message = f"the prompt is too long: the body must have at most {self._max_body:,} bytes. Shorten it."
+            return refusal(413, message, code="context_length_exceeded")
         if self.requests.is_stopping:
             return refusal(503, "the server is shutting down.")
         if not self.generation.is_alive():

@@ -12,6 +12,7 @@ What transformers' classes do that made the checks here necessary:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 from typing import Any
 
@@ -177,19 +178,23 @@ class Generation:
         """
         if num_prompt == 0:
             raise RefusedRequest("the prompt must have a token, got none. Write some text.")
-        left, limits = self.room - num_prompt, f"{self.num_tokens} tokens fit into the pages"
+        left = self.room - num_prompt
+        # By these words of OpenAI's, clients recognise that a conversation is too long, and shorten it by themselves.
+        limits = f"This model's maximum context length is {self.room} tokens"
+        limits += f": {self.num_tokens} tokens fit into the pages"
         if self.num_positions is not None:
             limits += f", and the model has {self.num_positions} positions"
         if left < 1:
             raise RefusedRequest(
-                f"the prompt must leave room for an answer, got {num_prompt} tokens: {limits}. Shorten it.",
+                f"the prompt is too long: it must leave room for an answer, got {num_prompt} tokens. {limits}. Shorten "
+                "it.",
                 code="context_length_exceeded",
             )
         if wanted is None:
             return min(max(self._own.max_new_tokens or 0, DEFAULT_TOKENS), left)
         if wanted > left:
             raise RefusedRequest(
-                f"prompt and `max_tokens` must fit, got {num_prompt} and {wanted} tokens: {limits}. Ask for {left} or "
+                f"prompt and `max_tokens` must fit, got {num_prompt} and {wanted} tokens. {limits}. Ask for {left} or "
                 "less.",
                 code="context_length_exceeded",
             )
@@ -206,6 +211,17 @@ class Generation:
             expected = f"token ids below {self._vocab_size}, as many as the model has"
             raise RefusedRequest(f"`prompt` must be {expected}, got {largest}.", param="prompt")
 
+    def check_scored(self, prompt: list[int]) -> None:
+        """Refuse a prompt whose tokens cannot have a step each.
+
+        Raises:
+            RefusedRequest: One of them would end it.
+        """
+        ends = set(self._end_tokens()).intersection(prompt[1:])
+        if ends:
+            expected = "no end token but at its beginning where `logprobs` come with `echo`"
+            raise RefusedRequest(f"`prompt` must have {expected}, got {min(ends)}.", param="prompt")
+
     def submit(
         self,
         request: OpenRequest,
@@ -214,6 +230,8 @@ class Generation:
         writer: Writer,
         *,
         is_followed: bool,
+        ignores_end: bool,
+        is_scored: bool,
         sampling: Sampling | None,
     ) -> None:
         """Add an answer of a request.
@@ -224,21 +242,26 @@ class Generation:
             new_tokens: See the method of this name.
             writer: Makes its text.
             is_followed: See `OpenAnswer`.
+            ignores_end: See `Parameters`.
+            is_scored: Whether the tokens of the prompt but the first take steps of their own, and come back.
             sampling: How its tokens are chosen; `None` for the most likely ones.
 
         Raises:
             CBWorkerDeadError: The generation thread takes no requests.
         """
-        end_tokens = self._end_tokens()
+        end_tokens = [] if ignores_end else self._end_tokens()
         answer = self.requests.open(request, writer, end_tokens, is_followed=is_followed)
         self.requests.metrics.prompt_tokens.inc(len(prompt))
+        if is_scored and sampling is not None:
+            sampling = dataclasses.replace(sampling, forced=tuple(prompt))
+            prompt, new_tokens = prompt[:1], new_tokens + len(prompt) - 1
         # Every token comes back, also of what is not streamed, to be counted.
         name = self.manager.add_request(
             prompt,
             answer.answer_id,
             new_tokens,
             streaming=True,
-            eos_token_id=end_tokens or None,
+            eos_token_id=end_tokens or -1,  # transformers' spelling of none; `None` would be the model's own
             **({} if sampling is None else {KEY: sampling}),
         )
         if name is None:

@@ -61,7 +61,11 @@ class Handler:
         limits = [self._generation.new_tokens(len(prompt), asked.max_new_tokens) for prompt in prompts]
         readers = [self._reader(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
         shown = None if asked.num_logprobs is None else self._text_of
+        echoes = self._echoes(body, asked)
         writers = [Writer(self._models.tokenizer, asked.stop, reader, shown) for reader in readers]
+        if asked.scores_prompts:
+            several = [prompt for prompt in prompts for _ in range(asked.num_choices)]
+            writers = [self._scoring_writer(*each, asked) for each in zip(several, echoes, strict=True)]
         is_free = asked.structure_name is None and asked.tools is None
         grammar = None if is_free else await asyncio.to_thread(self._chats.grammar, asked, readers[0])
         sampling = self._generation.sampling_of(asked, grammar)
@@ -73,13 +77,14 @@ class Handler:
                 limits[number],
                 writer,
                 is_followed=asked.is_streamed or asked.ends_by_text,
+                ignores_end=asked.ignores_end,
+                is_scored=asked.scores_prompts,
                 sampling=sampling and dataclasses.replace(sampling, choice=choice),
             )
-        echoes = self._echoes(body, asked)
         num_prompt = sum(map(len, prompts))
         if asked.is_streamed:
-            usage = num_prompt if asked.includes_usage else None
-            return StreamingResponse(self._events(request, form, echoes, usage), media_type="text/event-stream")
+            events = self._events(request, form, echoes, num_prompt, asked)
+            return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(await self._whole(request, form, echoes, num_prompt))
 
     def _prompts(self, body: dict[str, Any], asked: Parameters) -> list[list[int]]:
@@ -106,6 +111,11 @@ class Handler:
     def _reader(self, prompt: list[int], asked: Parameters) -> Reader | None:
         return self._chats.reader(prompt, asked.tools) if self._route == CHAT else None
 
+    def _scoring_writer(self, prompt: list[int], echo: str, asked: Parameters) -> Writer:
+        """What makes the text of an answer that comes after the tokens of its prompt."""
+        self._generation.check_scored(prompt)
+        return Writer(self._models.tokenizer, asked.stop, None, self._text_of, prompt, echo)
+
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""
         if not asked.echoes:
@@ -125,17 +135,19 @@ class Handler:
         return form.whole([form.choice(piece) for piece in whole], Usage(num_prompt, _num_new(request)))
 
     async def _events(
-        self, request: OpenRequest, form: Form, echoes: list[str], num_prompt: int | None
+        self, request: OpenRequest, form: Form, echoes: list[str], num_prompt: int, asked: Parameters
     ) -> AsyncIterator[str]:
-        """Server-sent events. `num_prompt` is for a stream that ends with numbers of tokens."""
+        """Server-sent events."""
         begin = [Piece(index, [echo]) for index, echo in enumerate(echoes)]
         yield form.opening(len(request.answers)) + "".join(map(form.chunks, begin))
+        counts = [0] * len(request.answers)
         while (piece := await request.news.get()) is not None:
-            yield form.chunks(piece)
+            counts[piece.index] = piece.num_tokens
+            yield form.chunks(piece, Usage(num_prompt, sum(counts)) if asked.counts_each else None)
         if request.error is not None:
             yield form.failure(self._status(request), request.error)
             return
-        yield form.closing(None if num_prompt is None else Usage(num_prompt, _num_new(request)))
+        yield form.closing(Usage(num_prompt, _num_new(request)) if asked.includes_usage else None)
 
     def _status(self, request: OpenRequest) -> int:
         """Of an answer that failed."""

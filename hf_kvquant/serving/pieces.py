@@ -13,13 +13,13 @@ class Logprob:
 
     Attributes:
         text: Of the token alone.
-        logprob: Natural.
+        logprob: Natural; `None` of the first token of all, which comes after nothing.
         top: The most likely tokens of its place, and theirs.
         begin: Characters of the answer before it.
     """
 
     text: str
-    logprob: float
+    logprob: float | None
     top: list[tuple[str, float]]
     begin: int
 
@@ -33,12 +33,14 @@ class Piece:
         texts: See `Writer.write`.
         logprobs: Of its tokens, if the client wants them.
         reason: Why the answer has ended; `None` if it goes on.
+        num_tokens: Of the answer so far.
     """
 
     index: int
     texts: list[str | ToolCall]
     logprobs: list[Logprob] | None = None
     reason: str | None = None
+    num_tokens: int = 0
 
     def add(self, later: Piece) -> None:
         """Continue with what came later."""

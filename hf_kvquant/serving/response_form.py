@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText
 
-from .forms import Form, Usage
-from .pieces import Piece
+from .forms import Form, Usage, token_logprobs
+from .pieces import Logprob, Piece
 from .tools import ToolCall
 
 _DONE = {"completed": "response.completed", "incomplete": "response.incomplete", "failed": "response.failed"}
@@ -26,6 +27,7 @@ _REPEATED: dict[str, Any] = {
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
+    "top_logprobs": 0,
     "top_p": None,
 }
 
@@ -39,12 +41,14 @@ class _State:
         opened: The type of the last item, if it goes on.
         number: Of the next event.
         reason: Why the answer has ended.
+        logprobs: Of the piece that is being told, until they are part of a text.
     """
 
     items: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     opened: str | None = None
     number: int = 0
     reason: str | None = None
+    logprobs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +68,17 @@ class ResponseForm(Form):
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def chunks(self, piece: Piece) -> str:
+    def chunks(self, piece: Piece, usage: Usage | None = None) -> str:
         """See `Form`."""
+        self.state.logprobs = _logprobs(piece.logprobs or ())
         told = "".join(map(self._told, piece.texts))
-        if piece.reason is None:
-            return told
-        self.state.reason = piece.reason
-        if not self.state.items:  # an answer has a text, be it an empty one
-            told += self._open("message")
-        return told + self._close()
+        if piece.reason is not None:
+            self.state.reason = piece.reason
+            if not self.state.items:  # an answer has a text, be it an empty one
+                told += self._open("message")
+        if self.state.opened == "message":  # the token that ends it has no text
+            self._take_logprobs()
+        return told if piece.reason is None else told + self._close()
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """See `Form`. Items are kept here."""
@@ -109,7 +115,7 @@ class ResponseForm(Form):
             "model": self.model,
             "output": [*self.state.items],
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **(given.get("reasoning") or {})},
             "store": False,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
@@ -129,8 +135,14 @@ class ResponseForm(Form):
                 return ""
             told = self._close() + self._open(kind)
         self.state.items[-1]["content"][0]["text"] += text
-        more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+        more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": self._take_logprobs()}
         return told + self._of_text(kind, "delta", delta=str(text), **more)
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        """Make the logarithms of probabilities that are left part of the text that goes on."""
+        taken, self.state.logprobs = self.state.logprobs, []
+        self.state.items[-1]["content"][0]["logprobs"] += taken
+        return taken
 
     def _open(self, kind: str) -> str:
         prefix: str = "msg"
@@ -153,7 +165,7 @@ class ResponseForm(Form):
         item = self.state.items[-1]
         item["status"] = self._status()
         text = item["content"][0]["text"]
-        more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+        more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": item["content"][0]["logprobs"]}
         told = self._of_text(kind, "done", text=text, **more) + self._of_part("done", item["content"][0])
         return told + self._event("response.output_item.done", output_index=len(self.state.items) - 1, item=item)
 
@@ -205,6 +217,15 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _logprobs(found: Sequence[Logprob]) -> list[dict[str, Any]]:
+    """As in chats. But this route has no place for bytes that are not known."""
+    return [
+        {**each, "bytes": each["bytes"] or [], "top_logprobs": [{**top, "bytes": top["bytes"] or []} for top in tops]}
+        for each in token_logprobs(found)
+        for tops in [each["top_logprobs"]]
+    ]
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

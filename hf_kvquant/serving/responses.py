@@ -8,17 +8,21 @@ other routes.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from ..common.errors import RefusedRequest
 from . import fields as chat
-from .fields import CHAT, Field, note, without_effect
+from .fields import CHAT, Field, first_wrong, note, without_effect
 from .structured import is_format, shown
-from .tools import is_choice, is_tools, wrong_tools
+from .tools import is_choice, is_tool, is_tools, wrong_tools
 
 ROUTE = "/v1/responses"
 _PARTS = ("input_text", "output_text", "text")
+_LOGPROBS = "message.output_text.logprobs"
+# Thoughts come as they are, and nothing else is needed to go on with them.
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 # Keys of items that say nothing to a model.
 _NOTES = {"id", "status", "phase", "type"}
 
@@ -30,11 +34,13 @@ def _is_input(value: Any) -> bool:
 def _is_item(item: Any) -> bool:
     if not isinstance(item, dict):
         return False
-    kind, more = item.get("type", "message"), item.keys() - _NOTES
+    kind, more = item.get("type", "message"), {name for name, each in item.items() if each is not None} - _NOTES
     if kind in _PARTS:  # a part of the only message
         return _is_part(item)
     if kind == "message":
         return more == {"role", "content"} and isinstance(item["role"], str) and _is_content(item["content"])
+    if kind == "item_reference":
+        return more <= {"id"}
     if kind == "reasoning":
         return more <= {"summary", "content", "encrypted_content"} and _is_thoughts(item)
     if kind == "function_call":
@@ -43,6 +49,16 @@ def _is_item(item: Any) -> bool:
     if kind == "function_call_output":
         return more == {"call_id", "output"} and isinstance(item["call_id"], str) and _is_content(item["output"])
     return False
+
+
+def _wrong_input(value: str | list[dict[str, Any]]) -> str | None:
+    """What an `input` of the right form must have besides: nothing is stored, so nothing can be referred to."""
+    items = [] if isinstance(value, str) else value
+    reference = next((item for item in items if item.get("type") == "item_reference"), None)
+    if reference is None:
+        return None
+    told = f"have items as they are, since none are stored, got {shown(reference)}"
+    return f"{told}. Many clients send them if `store` is false"
 
 
 def _is_content(content: Any) -> bool:
@@ -65,8 +81,23 @@ def _is_text(value: Any) -> bool:
     return value.get("format") is None or (isinstance(value["format"], dict) and is_format(_format(value["format"])))
 
 
+def _is_tool(value: Any) -> bool:
+    return isinstance(value, dict) and is_tool(_tool(value))
+
+
 def _is_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, dict) for each in value) and is_tools(_tools(value))
+    return isinstance(value, list) and all(map(_is_tool, value)) and is_tools(_tools(value))
+
+
+def _is_included(value: Any) -> bool:
+    return isinstance(value, list) and all(each in _INCLUDED for each in value)
+
+
+def _is_reasoning(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("effort") not in (None, *chat.EFFORTS):
+        return False
+    known = ("effort", "summary", "generate_summary")
+    return all(name in known or each is None for name, each in value.items())
 
 
 def _is_choice(value: Any) -> bool:
@@ -82,10 +113,12 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`tools` of chats. In this route, no `function` wraps what says which tool it is."""
-    return [
-        {"type": each.get("type"), "function": {name: value for name, value in each.items() if name != "type"}}
-        for each in given
-    ]
+    return [_tool(each) for each in given]
+
+
+def _tool(given: dict[str, Any]) -> dict[str, Any]:
+    function = {name: value for name, value in given.items() if name != "type" and value is not None}
+    return {"type": given.get("type"), "function": function}
 
 
 def _choice(given: Any) -> Any:
@@ -95,9 +128,14 @@ def _choice(given: Any) -> Any:
     return {"type": given.get("type"), "function": {name: each for name, each in given.items() if name != "type"}}
 
 
-_AS_IN_CHATS = (*chat.SETTINGS, "chat_template_kwargs")
+_AS_IN_CHATS = (*chat.SETTINGS, "ignore_eos", "chat_template_kwargs")
 FIELDS: dict[str, Field] = {
-    "input": Field("a text, or a list of messages of texts, calls and their outputs", _is_input),
+    "input": Field(
+        "a text, or a list of messages of texts, calls and their outputs",
+        _is_input,
+        why_not=_wrong_input,
+        culprit=first_wrong(_is_item),
+    ),
     "instructions": Field("a text", lambda value: isinstance(value, str)),
     "model": chat.FIELDS["model"],
     "max_output_tokens": chat.FIELDS["max_tokens"],
@@ -108,9 +146,14 @@ FIELDS: dict[str, Field] = {
         is_served=False,
     ),
     "text": Field('an object with a `format` of the `type` "text", "json_object" or "json_schema"', _is_text),
-    "tools": Field('a list of up to 128 functions, each with the `type` "function"', _is_tools),
+    "tools": Field(
+        'a list of up to 128 functions, each with the `type` "function"', _is_tools, culprit=first_wrong(_is_tool)
+    ),
     "tool_choice": Field('"none", "auto", "required", or an object that names a function of `tools`', _is_choice),
     "parallel_tool_calls": chat.FIELDS["parallel_tool_calls"],
+    "reasoning": Field("an object with `effort` and `summary`", _is_reasoning),
+    "include": Field(f"a list of {' and '.join(json.dumps(each) for each in _INCLUDED)}", _is_included),
+    "top_logprobs": chat.FIELDS["top_logprobs"],
     **{name: chat.FIELDS[name] for name in _AS_IN_CHATS},
     # OpenAI's fields for which there is nothing here.
     "access_programs": without_effect(),
@@ -119,21 +162,19 @@ FIELDS: dict[str, Field] = {
     "context_management": without_effect([]),
     "conversation": without_effect(),
     "image": without_effect(),
-    "include": without_effect([]),
     "max_tool_calls": without_effect(),
     "moderation": without_effect(),
-    "previous_response_id": without_effect(),
+    "previous_response_id": Field("left out in favour of all items in `input`", lambda value: False, is_served=False),
     "prompt": without_effect(),
-    "reasoning": Field(
-        "{} or left out", lambda value: isinstance(value, dict) and not any(value.values()), is_served=False
-    ),
     "service_tier": without_effect("auto", "default"),
     "store": without_effect(False),
-    "top_logprobs": without_effect(0),
     "truncation": without_effect("disabled"),
     # Notes of the client's.
     **dict.fromkeys(
-        ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"),
+        (
+            *("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+            *("safety_identifier", "user"),
+        ),
         note(),
     ),
 }
@@ -152,6 +193,11 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     if why_not is not None:
         raise RefusedRequest(f"`tools` must {why_not}.", param="tools")
     found = {name: given[name] for name in ("model", "stream", "parallel_tool_calls", *_AS_IN_CHATS) if name in given}
+    if _LOGPROBS in given.get("include", []):
+        found |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
+    elif given.get("top_logprobs"):
+        message = f"`top_logprobs` must come with {_LOGPROBS!r} in `include`, got it alone. Leave it out."
+        raise RefusedRequest(message, param="top_logprobs")
     found["messages"] = _messages(given["input"], given.get("instructions"))
     if "max_output_tokens" in given:
         found["max_tokens"] = given["max_output_tokens"]
@@ -159,6 +205,8 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
         found["stream_options"] = {"include_usage": True}
     if (given.get("text") or {}).get("format"):
         found["response_format"] = _format(given["text"]["format"])
+    if (given.get("reasoning") or {}).get("effort"):
+        found["reasoning_effort"] = given["reasoning"]["effort"]
     if "tools" in given:
         found["tools"] = _tools(given["tools"])
     if "tool_choice" in given:
@@ -169,7 +217,12 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def by_its_names() -> Iterator[None]:
     """Let refusals of a chat in a `with` block name fields as this route does."""
-    names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+    names = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning",
+        "response_format": "text",
+    }
     try:
         yield
     except RefusedRequest as error:
@@ -216,11 +269,18 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
     if not messages:
         raise RefusedRequest("`input` must have a message, got none. Write some text.", param="input")
     if instructions:
-        if messages[0]["role"] in ("system", "developer"):  # templates take one of them
-            messages[0]["content"] = f"{instructions}\n\n{messages[0]['content']}"
-        else:
-            messages.insert(0, {"role": "system", "content": instructions})
-    return messages
+        messages.insert(0, {"role": "system", "content": instructions})
+    return _with_one_system(messages)
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose instructions at the beginning are one: many templates take no more."""
+    is_told = [message["role"] in ("system", "developer") for message in messages]
+    num_first = (*is_told, False).index(False)
+    if num_first < 2:
+        return messages
+    content = "\n\n".join(message["content"] for message in messages[:num_first])
+    return [{**messages[num_first - 1], "content": content}, *messages[num_first:]]
 
 
 def _content(content: str | list[dict[str, Any]]) -> str:

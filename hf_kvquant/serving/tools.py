@@ -64,6 +64,9 @@ class ToolFormat:
             call, what spells a text in Lark, and the largest number of calls.
         key: What the arguments are called in a call; `None` if a call's grammar is just the grammar of its arguments.
         begin: With what each call begins; `None` if that may begin a text, too.
+        rest: The Lark of calls after the `begin` of the first one, for models to which that is no token; `None` if
+            there is none. It gets what `calls` gets.
+        text: Where `begin` is `None`, the Lark of texts that are no calls; `None` if there is none.
     """
 
     marks: tuple[str, ...]
@@ -71,6 +74,11 @@ class ToolFormat:
     calls: Callable[[Mapping[str, str], Callable[[str], str], int], str] | None = None
     key: str | None = "arguments"
     begin: str | None = None
+    rest: Callable[[Mapping[str, str], Callable[[str], str], int], str] | None = None
+    text: str | None = None
+
+
+_LINE = r'"\n"'  # in Lark
 
 
 def _joined(separator: str, most: int) -> str:
@@ -79,9 +87,18 @@ def _joined(separator: str, most: int) -> str:
 
 
 def _tagged(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
-    call = f'{spelled("<tool_call>")} "\\n" ({" | ".join(functions.values())}) "\\n" {spelled("</tool_call>")}'
-    calls = _joined('"\\n"', most)
-    return f"{calls}\ncall: {call}"
+    return f"{_joined(_LINE, most)}\ncall: {spelled('<tool_call>')} {_tagged_body(functions, spelled)}"
+
+
+def _tagged_rest(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
+    body = _tagged_body(functions, spelled)
+    if most == 1:
+        return body
+    return f"body ({_LINE} call){{0,{most - 1}}}\ncall: {spelled('<tool_call>')} body\nbody: {body}"
+
+
+def _tagged_body(functions: Mapping[str, str], spelled: Callable[[str], str]) -> str:
+    return f"{_LINE} ({' | '.join(functions.values())}) {_LINE} {spelled('</tool_call>')}"
 
 
 def _bare(functions: Mapping[str, str], spelled: Callable[[str], str], most: int) -> str:
@@ -119,6 +136,7 @@ FORMATS: dict[str, ToolFormat] = {
         {**_JSON, "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "transform": _CALL},
         _tagged,
         begin="<tool_call>",
+        rest=_tagged_rest,
     ),
     "Mistral with names": ToolFormat(
         ("[TOOL_CALLS]", "[ARGS]"),
@@ -148,6 +166,7 @@ FORMATS: dict[str, ToolFormat] = {
         },
         _bare,
         "parameters",
+        text=r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/",
     ),
 }
 
@@ -186,10 +205,40 @@ class Tools:
             spelled: See `Grammars.spelled`.
         """
         assert found.calls is not None
+        return self._grammars(found, found.calls, spelled)
+
+    def grammars_of_choice(
+        self, found: ToolFormat, spelled: Callable[[str], str], thoughts: str
+    ) -> list[dict[str, Any]] | None:
+        """The grammars of an answer that calls or says something; `None` if there are none.
+
+        A token with which calls begin is no text. Where they begin with characters, a text goes on until these come.
+
+        Args:
+            found: See `grammars`.
+            spelled: Likewise.
+            thoughts: The Lark of what may come first.
+        """
+        begin = None if found.begin is None else spelled(found.begin)
+        calls, rules = found.calls, "TEXT? @calls\nTEXT: /(.|\\n)+/"
+        if found.begin is None or begin is None:
+            rules = f"@calls\nTEXT: {found.text}" if found.text else ""
+        elif not begin.startswith("<["):
+            calls = found.rest
+            text = f"/(.|\\n)+/ & ~/(.|\\n)*{re.escape(found.begin)}(.|\\n)*/"
+            rules = f"begun @calls\nbegun[suffix={begin}]: /(.|\\n)*/\nTEXT: {text}"
+        if calls is None or not rules:
+            return None
+        first, *functions = self._grammars(found, calls, spelled)
+        choice = f"start: {thoughts}TEXT | {thoughts}{rules}"
+        return [{"lark_grammar": choice}, {**first, "name": "calls"}, *functions]
+
+    def _grammars(
+        self, found: ToolFormat, lark: Callable[..., str], spelled: Callable[[str], str]
+    ) -> list[dict[str, Any]]:
         names = {name: f"function{index}" for index, name in enumerate(self.functions)}
-        calls = found.calls(
-            {name: f"@{grammar}" for name, grammar in names.items()}, spelled, MAX_CALLS if self.is_parallel else 1
-        )
+        most = MAX_CALLS if self.is_parallel else 1
+        calls = lark({name: f"@{grammar}" for name, grammar in names.items()}, spelled, most)
         schemas = {names[name]: _schema(name, each, found.key) for name, each in self.functions.items()}
         singles = [{"name": name, **schema_grammar(each)} for name, each in schemas.items()]
         return [{"lark_grammar": f"start: {calls}"}, *singles]
@@ -197,7 +246,17 @@ class Tools:
 
 def is_tools(value: Any) -> bool:
     """Whether a value of `tools` is a list of functions."""
-    return isinstance(value, list) and len(value) <= MAX_TOOLS and all(map(_is_tool, value))
+    return isinstance(value, list) and len(value) <= MAX_TOOLS and all(map(is_tool, value))
+
+
+def is_tool(value: Any) -> bool:
+    """Whether an entry of `tools` is a function. `null` stands for leaving a key out."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or value.get("type") != "function" or _given(value) != {"type", "function"}:
+        return False
+    known = {"name": str, "description": str, "parameters": dict, "strict": bool}
+    is_right = all(name in known and isinstance(function[name], known[name]) for name in _given(function))
+    return is_right and bool(_NAME.fullmatch(function.get("name") or ""))
 
 
 def wrong_tools(value: list[dict[str, Any]]) -> str | None:
@@ -267,14 +326,18 @@ def calls_of(value: Any, num_before: int) -> list[ToolCall] | None:
     return calls
 
 
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: content is text, and the arguments of calls are objects.
+def for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them: content is text, and the arguments of calls are objects.
 
     transformers' server has this, too. It drops the content of a message that has calls, and the name of a tool.
+    `developer` is OpenAI's newer name of `system`. Templates that do not know it leave such messages out, refuse them,
+    or write a name that the model has not seen.
     """
     found = []
     for message in messages:
         read = {name: message[name] for name in MESSAGE if message.get(name) is not None}
+        if message["role"] == "developer" and "developer" not in template:
+            read["role"] = "system"
         content = message.get("content") or ""
         read["content"] = content if isinstance(content, str) else " ".join(part["text"] for part in content)
         if message.get("tool_calls"):
@@ -286,13 +349,9 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type") != "function" or tool.keys() != {"type", "function"}:
-        return False
-    known = {"name": str, "description": str, "parameters": dict, "strict": bool}
-    is_right = all(name in known and isinstance(each, (known[name], type(None))) for name, each in function.items())
-    return is_right and bool(_NAME.fullmatch(function.get("name") or ""))
+def _given(value: Mapping[str, Any]) -> set[str]:
+    """The keys that are not left out."""
+    return {name for name, each in value.items() if each is not None}
 
 
 def _schema(name: str, function: Mapping[str, Any], key: str | None) -> dict[str, Any]:

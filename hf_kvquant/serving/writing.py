@@ -73,6 +73,8 @@ class Writer:
         stop: Texts that end the answer, and are not part of it.
         reader: Tells the parts of the answer apart; `None` for plain text.
         text_of: The text of one token, if tokens come with logarithms of probabilities.
+        prompt: Tokens of the prompt, if all but the first come before those of the answer, to be told with theirs.
+        echo: The text of the prompt, likewise.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Writer:
         stop: Sequence[str] = (),
         reader: Reader | None = None,
         text_of: Callable[[int], str] | None = None,
+        prompt: Sequence[int] = (),
+        echo: str = "",
     ) -> None:
         self._tokenizer, self._reader = tokenizer, reader
         # The reader looks for special tokens.
@@ -92,6 +96,10 @@ class Writer:
         # Of tokens whose text may still be part of a stop string, which is not part of the answer.
         self._logprobs: list[Logprob] = []
         self._text_of = text_of
+        self._prompt, self._num_echoed = list(prompt), len(echo)  # tokens, and characters
+        self._num_scored = 0  # tokens of the prompt
+        if prompt:
+            self._score(None)
 
     @property
     def is_stopped(self) -> bool:
@@ -121,11 +129,12 @@ class Writer:
         for index, token in enumerate(tokens):
             if self.is_stopped:
                 break
+            if self._num_scored < len(self._prompt):
+                self._score(logprobs[index])
+                continue
             self._tokens.append(token)
             if self._text_of is not None:
-                found = logprobs[index]
-                top = [(self._text_of(each), value) for each, value in found.top]
-                self._logprobs.append(Logprob(self._text_of(token), found.logprob, top, self._num_decoded))
+                self._logprobs.append(self._told(token, logprobs[index], self._num_echoed + self._num_decoded))
             decoded = self._stream.step(self._tokenizer._tokenizer, token) or ""
             self._num_decoded += len(decoded)
             text += self._stops.passed(decoded)
@@ -155,7 +164,7 @@ class Writer:
         Raises:
             UnreadableAnswer: See there.
         """
-        begin, tokens = self.num_tokens, output.generated_tokens
+        begin, tokens = self.num_tokens + max(self._num_scored - 1, 0), output.generated_tokens
         logprobs: Any = output.logprobs  # what `batching.sampling.reports` makes of a token, not a number
         try:
             texts, reason = self.write(tokens[begin:], logprobs[begin:]), None
@@ -165,16 +174,29 @@ class Writer:
                 reason = "tool_calls" if self.has_called and is_complete else "stop" if is_complete else "length"
         except Exception as error:
             raise UnreadableAnswer(error) from error
-        return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason)
+        return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason, self.num_tokens)
 
     def taken_logprobs(self) -> list[Logprob] | None:
         """Logprobs of tokens whose text has been passed on since the last time; `None` if there are none to come."""
         if self._text_of is None:
             return None
-        end = self._num_passed
+        end = self._num_echoed + self._num_passed
         taken = [each for each in self._logprobs if each.begin < end]
         self._logprobs = self._logprobs[len(taken) :]
         return taken
+
+    def _score(self, found: TokenLogprobs | None) -> None:
+        """Note the next token of the prompt, and the logarithm of its probability if it comes after another."""
+        token = self._prompt[self._num_scored]
+        last = self._logprobs[-1] if self._logprobs else None
+        begin = 0 if last is None else min(last.begin + len(last.text), self._num_echoed)
+        self._logprobs.append(self._told(token, found, begin))
+        self._num_scored += 1
+
+    def _told(self, token: int, found: TokenLogprobs | None, begin: int) -> Logprob:
+        assert self._text_of is not None
+        top = [] if found is None else [(self._text_of(each), value) for each, value in found.top]
+        return Logprob(self._text_of(token), None if found is None else found.logprob, top, begin)
 
     def _parsed(self, text: str) -> list[str | ToolCall]:
         self._num_passed += len(text)
