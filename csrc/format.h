@@ -1,5 +1,5 @@
-// The C++ mirror of hf_kvquant/spec and hf_kvquant/ops: formats, layouts, planes, and the arguments of the two ops as
-// plain structs. Nothing here uses torch: csrc/args.h turns op arguments into these structs and checks them, csrc/cpu
+// The C++ mirror of hf_kvquant/spec and hf_kvquant/ops: formats, layouts, planes, and the arguments of the ops as plain
+// structs. Nothing here uses torch: csrc/args.h turns op arguments into these structs and checks them, csrc/cpu
 // and csrc/cuda compute with them. When the extension loads, constants are compared with their Python counterparts.
 //
 // x ≈ code · scale + zero. Symmetric integer formats store code + offset (128 for int8, 8 for int4) and have no zero.

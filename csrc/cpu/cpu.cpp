@@ -1,4 +1,4 @@
-// The CPU side of the two ops: chooses the instruction set, cuts the work into tasks and runs them on threads. Kernels
+// The CPU side of append and attention: chooses the instruction set, cuts the work into tasks and runs them on threads. Kernels
 // are called through the tables of kernels.h. Threads are PyTorch's own, so torch.set_num_threads applies here too.
 //
 // A task of decode is one block of query rows of one kv head and one split of the visible tokens. Splits depend on

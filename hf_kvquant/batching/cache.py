@@ -1,8 +1,8 @@
 """transformers' paged cache with our pages: the allocator that lays them out.
 
 transformers gives out blocks (the pages of all layers for the same tokens) to requests, shares, copies, offloads and
-frees them. It moves bytes and does not look at them. So only three things are ours: how many bytes a page has, how
-they become planes, and how much memory all of it takes (`memory.py`).
+frees them. It moves bytes and does not look at them. What is ours is how many bytes a page has, how they become
+planes, how much memory all of it takes (`memory.py`), and what a request has besides pages: tails and states.
 """
 
 from __future__ import annotations
@@ -563,7 +563,7 @@ class PagedCache(PagedAttentionCache):
         """Let new keys and values pass to our attention, which writes them. See `releases.DO_MODELS_UPDATE_PAGES`.
 
         Args:
-            key_states: `[1, num_kv_heads, tokens, head_dim]`, returned with a note of this cache: see `cache_noted_on`.
+            key_states: `[1, num_kv_heads, tokens, head_dim]`, returned with a note of this cache: see `noted_on`.
             value_states: Likewise, returned as they are.
             layer_idx: Of the layer. It is noted, too: Zamba2's layers share modules.
             kwargs: Not needed. Some models of transformers 5.24 do not pass it, such as GPT-NeoX.

@@ -1,7 +1,8 @@
 """The storage types: how many bits a code has, and where these bits are in a row.
 
-A new integer type is a name and its number of bits, here and in csrc/format.h. All else follows from the bits: the
-levels (`max_code` and `code_offset` in `reference.py`), the bytes of a row, and how codes are packed.
+A new integer type is a name and its number of bits, here and in csrc/format.h; CONTRIBUTING names the lists that it
+joins. All else follows from the bits: the levels (`max_code` and `code_offset` in `reference.py`), the bytes of a row,
+and how codes are packed.
 
 Eight consecutive channels of a row take `bits` bytes, for every width: their codes, from the lowest bits up, are one
 number whose lowest byte comes first. So no group of channels shares a byte with another, and a row has no padding.

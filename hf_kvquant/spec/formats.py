@@ -61,7 +61,8 @@ class KVFormat:
     """How keys or values are stored.
 
     Attributes:
-        storage: What one code is: `"int8"`, `"int4"`, `"fp8"`, or `"none"` for values in the model's dtype.
+        storage: What one code is: `"int8"`, `"int4"`, `"int3"`, `"int2"`, `"fp8"`, or `"none"` for numbers as the model
+            makes them.
         granularity: What shares one scale: `"tensor"` (all keys, or all values, of a sequence in the layer; frozen at
             the first append), `"token"` (all heads of a token), `"head"` (the channels of one token and head),
             `"group"` (`group_size` consecutive channels of one token and head) or `"channel"` (one channel of a head

@@ -1,8 +1,9 @@
 """`KVLayout`: how one layer's keys and values lie in memory, as one object that ops, kernels and storages share.
 
-It names both formats, the dense windows and where a token's row is. The planes of keys and of values are then known:
-nothing is inferred from their shapes. Ops take a layout as the integers of `KVLayout.packed`. `LAYOUT_FIELDS` says what
-they mean; `Layout` in csrc/format.h has the same fields, and the two are compared when the extension loads.
+It names both formats, the dense windows and where a token's row is. Which bytes a row has is in `codes.py`. The planes
+of keys and of values are then known: nothing is inferred from their shapes. Ops take a layout as the integers of
+`KVLayout.packed`. `LAYOUT_FIELDS` says what they mean; `Layout` in csrc/format.h has the same fields, and the two are
+compared when the extension loads.
 """
 
 from __future__ import annotations

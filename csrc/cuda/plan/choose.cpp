@@ -1,4 +1,5 @@
-// Chooses the kernel for a call: the one whose requirements it meets, of the call (csrc/requirements.h) and of the GPU.
+// Whether a kernel serves a call: it meets what the kernel requires, of the call (csrc/requirements.h) and of the GPU.
+// In which order kernels are asked is in plan.cpp.
 #include <algorithm>
 #include <string>
 #include <utility>

@@ -2,8 +2,8 @@
 
 A text can be fed in three modes: in one simulated forward, if the model can be simulated, in chunks through the cache,
 or token by token. All compute the same function; if two disagree, no number of either can be trusted. The gate compares
-them. The counter of pairs (`pairs.py`) is checked against the calls of the op itself. The controls break the cache on
-purpose and check that it shows.
+them. The counter of pairs (`measuring/pairs.py`) is checked against the calls of the op itself. The controls break the
+cache on purpose and check that it shows.
 """
 
 from __future__ import annotations

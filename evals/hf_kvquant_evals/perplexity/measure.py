@@ -1,7 +1,7 @@
 """Runs `eval perplexity`. Results are kept per mode and segment, so an interrupted run loses at most one forward.
 
 `gate.py` checks the run before a number is written. Each segment starts with an empty cache and an exact first token,
-and is compared by `fidelity.py`.
+and is compared by `measuring/fidelity.py`.
 """
 
 from __future__ import annotations

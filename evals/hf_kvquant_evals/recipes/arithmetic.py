@@ -1,4 +1,7 @@
-"""The arithmetic that recipes share: rounding of scales, uniform codes, codebooks and rotations."""
+"""The arithmetic that recipes share: rounding of scales, uniform codes, codebooks and rotations.
+
+Bits are counted in `interface.py`.
+"""
 
 from __future__ import annotations
 
