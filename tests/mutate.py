@@ -1397,6 +1397,21 @@ MUTATIONS = [
             "a chunk does not see the later tokens of a picture",
             "pictures",
         ),
+        (
+            "        padding.follow(notes.padded, starts)\n",
+            "        pass\n",
+            "dense first tokens are looked for where only a later mask has padding",
+            "padding",
+        ),
+    ),
+    *of(
+        "hf_kvquant/storage/padding.py",
+        (
+            "        _check_shown(store, starts)\n",
+            "        pass\n",
+            "padding without codes is shown",
+            "padding",
+        ),
     ),
     *of(
         "hf_kvquant/calibration/origins.py",

@@ -23,6 +23,7 @@ from ..cache.handle import KVLength, MaskNotes
 from ..cache.support import check_layers
 from ..models.layers import count_layers
 from ..ops import is_uneven
+from ..storage import padding
 from ..upstream.releases import CACHE
 
 
@@ -63,6 +64,8 @@ def attention_mask(
                 notes.has_holes = notes.has_holes or bool(hides_later.any())
             if not is_decode_step:
                 notes.is_uneven = is_uneven(starts, attention_mask.shape[1])
+        if not kv_length.is_first_chunk:
+            follow_padding(notes, starts, may_wait=not is_decode_step or kwargs["device"].type == "cpu")
         if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
             notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
@@ -72,6 +75,19 @@ def attention_mask(
     return ALL_MASK_ATTENTION_FUNCTIONS[prev](
         kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
+
+
+def follow_padding(notes: MaskNotes, starts: Tensor | None, *, may_wait: bool) -> None:
+    """Let a cache that holds tokens count the first of them from where a new mask says that padding ends.
+
+    Without `may_wait`, only if padding comes for the first time or goes.
+
+    Raises:
+        ValueError: See `padding.follow`.
+    """
+    is_told = bool(notes.padded) and (may_wait or (starts is None) != (notes.padded[0].starts is None))
+    if is_told and not torch.compiler.is_compiling() and not (starts is not None and is_tracing(starts)):
+        padding.follow(notes.padded, starts)
 
 
 def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:

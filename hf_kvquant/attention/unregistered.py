@@ -32,7 +32,7 @@ from ..ops import is_uneven
 from ..storage.layer_store import LayerStore
 from ..upstream.releases import CACHE
 from .families import FAMILIES, Attend, Family, family_of
-from .masks import is_tracing, num_pads
+from .masks import follow_padding, is_tracing, num_pads
 from .registry import joins_masks
 
 
@@ -153,6 +153,8 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
             notes.is_uneven = is_uneven(starts, offset + q_len)
         if storage.is_empty:
             notes.starts, notes.has_dense_masks = starts, True
+        else:
+            follow_padding(notes, starts, may_wait=mask.device.type == "cpu" or q_len > 1)
     if is_left_alone or storage.is_empty or notes.has_holes:
         return None
     return functools.partial(_attend, cache, index, starts)

@@ -29,6 +29,7 @@ class MaskNotes:
     Attributes:
         num_layers: As given.
         model_config: Config of the model that the cache was last found to fit; `None` before.
+        padded: The storages that count tokens from where padding ends.
         starts: `[batch]` int32: left-padding tokens in the newest mask, `None` for no padding. Used for the first
             chunk, which is written before attention passes it. Masks of later chunks do not change it when traced.
         has_holes: Whether a mask hid other tokens than left padding. Kernels only support left padding, so from then on
@@ -43,6 +44,7 @@ class MaskNotes:
     def __init__(self, num_layers: int | None = None) -> None:
         self.num_layers = num_layers
         self.model_config: object = None
+        self.padded: Sequence[LayerStore] = ()
         self.forget()
 
     def forget(self) -> None:
