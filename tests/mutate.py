@@ -1306,6 +1306,12 @@ MUTATIONS = [
             "nobody learns that a checkpoint asks for no cache",
             "parts",
         ),
+        (
+            "if each.thread == threading.get_ident()",
+            "",
+            "a call is said to use no cache of ours since one in another thread does not",
+            "parts",
+        ),
     ),
     *of(
         "hf_kvquant/models/text_config.py",
@@ -1402,6 +1408,12 @@ MUTATIONS = [
             "        pass\n",
             "dense first tokens are looked for where only a later mask has padding",
             "padding",
+        ),
+        (
+            "                notes.check_attention()\n",
+            "                pass\n",
+            "an attention module of the user's in the last layer adds bounds to its scores",
+            "bypass",
         ),
     ),
     *of(

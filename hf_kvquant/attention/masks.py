@@ -65,12 +65,14 @@ def attention_mask(
             if not is_decode_step:
                 notes.is_uneven = is_uneven(starts, attention_mask.shape[1])
         if not kv_length.is_first_chunk:
+            if not torch.compiler.is_compiling():
+                notes.check_attention()
             follow_padding(notes, starts, may_wait=not is_decode_step or kwargs["device"].type == "cpu")
         if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
             notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
         is_plain = _is_plain(mask_function, kv_length.window, kwargs)
-        if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
+        if is_plain and not kv_length.is_first_chunk and not notes.has_holes and not notes.is_bypassed:
             return _bounds(starts, kv_length.window, kwargs)
     return ALL_MASK_ATTENTION_FUNCTIONS[prev](
         kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs

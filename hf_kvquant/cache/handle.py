@@ -9,6 +9,7 @@ correct but slower; it is counted and logged once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,15 @@ from torch import Tensor
 from ..storage.layer_store import LayerStore
 
 LOOKED_INSIDE = "the model or its attention implementation looks at keys and values itself (is the model patched?)"
+
+
+class _Attention(threading.local):
+    """How often this thread has called our attention function with tensors, compiled calls left out."""
+
+    calls = 0
+
+
+ATTENTION = _Attention()
 
 
 class MaskNotes:
@@ -39,6 +49,8 @@ class MaskNotes:
         has_seen_mask: Whether a mask was made outside a compiled step, so that the other notes are valid.
         has_dense_masks: Whether the model makes its masks without our mask function (see `unregistered.py`). Lengths
             are then plain integers: a mark has no use, and the compiler could not trace it.
+        is_bypassed: Whether a layer has been found that takes its mask from our mask function and computes attention
+            without our attention function, such as one that a user has replaced. Masks are then as without us.
     """
 
     def __init__(self, num_layers: int | None = None) -> None:
@@ -49,8 +61,19 @@ class MaskNotes:
 
     def forget(self) -> None:
         """Forget all masks."""
-        self.has_holes = self.is_uneven = self.has_seen_mask = self.has_dense_masks = False
+        self.has_holes = self.is_uneven = self.has_seen_mask = self.has_dense_masks = self.is_bypassed = False
         self.starts: Tensor | None = None
+        self._calls: int | None = None  # `ATTENTION.calls` when a layer took its part of the first chunk
+
+    def expect_attention(self) -> None:
+        """A layer has taken its part of the first chunk, and gives it to our attention function before the next one."""
+        self.check_attention()
+        self._calls = ATTENTION.calls
+
+    def check_attention(self) -> None:
+        """Find out whether the layer of the newest `expect_attention` has come to our attention function."""
+        self.is_bypassed = self.is_bypassed or self._calls == ATTENTION.calls
+        self._calls = None
 
 
 class KVLength(int):

@@ -142,6 +142,8 @@ class KVQuantLayer(CacheLayerMixin):
             starts = self.notes.starts
             storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
+            if self.notes.has_seen_mask and not torch.compiler.is_compiling():
+                self.notes.expect_attention()
             if not storage.is_quantized:
                 # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
                 return key_states.contiguous(), value_states.contiguous()
