@@ -7,6 +7,7 @@ import functools
 import logging
 import pickle
 import re
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import transformers
 from models import greedy, left_padded, logits
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.models.clvp import ClvpConfig, ClvpModelForConditionalGeneration
 
@@ -308,6 +310,41 @@ def test_calls_that_choose_their_cache_are_left_alone(
     assert not caplog.records and not result.unused
     assert result.chose_other == chose_other == ("asked for another cache, or for none" in str(result))
     assert not report(model).chose_other, "of the last call"
+
+
+def test_calls_in_other_threads_are_calls_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """A call without a cache runs from the first step to the last of one with a cache."""
+    watch._log_unquantized.cache_clear()
+    model = models.build("llama")
+    patch(model, "int8")
+    begun, ended = threading.Event(), threading.Event()
+
+    class Meeting(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            begun.set()
+            assert ended.wait(60)
+            return scores
+
+    other = threading.Thread(
+        target=greedy,
+        args=(model, left_padded()),
+        kwargs={"use_cache": False, "logits_processor": LogitsProcessorList([Meeting()])},
+    )
+
+    class Meet(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if not begun.is_set():
+                other.start()
+                assert begun.wait(60)
+            return scores
+
+    with caplog.at_level(logging.WARNING):
+        greedy(model, left_padded(), logits_processor=LogitsProcessorList([Meet()]))
+        result = report(model)
+        ended.set()
+        other.join()
+    assert not caplog.records and not result.unused and not result.chose_other
+    assert report(model).chose_other, "of the last call"
 
 
 @pytest.mark.parametrize(
