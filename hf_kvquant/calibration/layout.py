@@ -77,7 +77,8 @@ def latent_layouts(model: PreTrainedModel) -> dict[int, LayerLayout]:
         channels = torch.arange(module.kv_lora_rank)[None]
         norm = Scalable(f"{names[module]}.{LATENT_NORM}", "gain", channels)
         projection = Scalable(f"{names[module]}.kv_b_proj", "columns", channels)
-        layouts[module.layer_idx] = LayerLayout(names[module], norm, projection, channels, torch.zeros(channels.shape))
+        turn = torch.zeros(channels.shape, dtype=torch.float32)
+        layouts[module.layer_idx] = LayerLayout(names[module], norm, projection, channels, turn)
     return layouts
 
 
@@ -105,7 +106,8 @@ def _found_layouts(probe: Probe) -> tuple[dict[int, LayerLayout], dict[int, str]
     batch = max((key.index.shape[1] for key, _ in chosen.values()), default=0)
     features: dict[Output, Tensor] = {}
     for source in itertools.chain(*chosen.values()):
-        unit = features.setdefault(source.output, torch.zeros((batch, source.output.num_features)))
+        silent = torch.zeros((batch, source.output.num_features), dtype=torch.float32)
+        unit = features.setdefault(source.output, silent)
         unit[torch.arange(source.index.shape[1]).expand_as(source.index), source.index] = origins.LOUD
     if chosen:
         with replaced({output.module: output.filled(unit) for output, unit in features.items()}):
@@ -231,7 +233,7 @@ def _answers(probe: Probe, chosen: Mapping[int, Source]) -> dict[int, _Answer]:
     answers: dict[int, _Answer] = {}
     for index, source in chosen.items():
         # All other features of a fused projection are 0, in every sample.
-        made[index] = torch.zeros((batch, source.output.num_features))
+        made[index] = torch.zeros((batch, source.output.num_features), dtype=torch.float32)
         used = source.index.unique()
         made[index][:, used] = random_samples((len(used),), generator)
 

@@ -285,7 +285,7 @@ class Meter:
         config = alone(index, formats)
         if self._replay is None:
             return self.cost(config).kld
-        found = torch.empty(0)
+        found = torch.empty(0, dtype=torch.float32)
         with contextlib.closing(self._replayed(config, index)) as replayed:
             for reference, logits in zip(self.reference[-self._num_last :], replayed, strict=True):
                 found = torch.cat([found, *(divergence(*each) for each in _log_probabilities(reference, logits))])
