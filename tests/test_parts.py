@@ -347,6 +347,21 @@ def test_calls_in_other_threads_are_calls_of_their_own(caplog: pytest.LogCapture
     assert report(model).chose_other, "of the last call"
 
 
+def test_calls_within_a_call_are_calls_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    watch._log_unquantized.cache_clear()
+    model = models.build("llama")
+    patch(model, "int8")
+
+    class Asking(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            model.generate(input_ids, max_new_tokens=1, use_cache=False)
+            return scores
+
+    with caplog.at_level(logging.WARNING):
+        greedy(model, left_padded(), logits_processor=LogitsProcessorList([Asking()]))
+    assert not caplog.records and not report(model).unused and not report(model).chose_other
+
+
 @pytest.mark.parametrize(
     "setting, why",
     [

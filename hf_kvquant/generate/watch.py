@@ -78,12 +78,15 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
 
 
 def note_cache(model: PreTrainedModel, cache: KVQuantCache | None) -> None:
-    """Tell the calls of `generate` that this thread runs which cache of ours they have; `None` if they want another."""
+    """Tell the calls of `generate` that this thread runs which cache of ours they have; `None` if they want another.
+
+    A call that has a cache of ours already is an outer one: a logits processor of it calls `generate`, for example.
+    """
     for call in [each for each in notes_on(model).calls if each.thread == threading.get_ident()]:
-        if cache is None:
-            call.why_other = _why_other(model)
-        else:
+        if cache is not None:
             call.caches.append(cache)
+        elif not call.caches:
+            call.why_other = _why_other(model)
 
 
 def _is_choice(inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> bool:
