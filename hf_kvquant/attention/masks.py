@@ -74,9 +74,19 @@ def attention_mask(
         is_plain = _is_plain(mask_function, kv_length.window, kwargs)
         if is_plain and not kv_length.is_first_chunk and not notes.has_holes and not notes.is_bypassed:
             return _bounds(starts, kv_length.window, kwargs)
-    return ALL_MASK_ATTENTION_FUNCTIONS[prev](
-        kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
+    return _mask_of(
+        prev, kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
+
+
+def _mask_of(prev: str, **kwargs: Any) -> Any:
+    """The mask of `prev`; `None` if only its attention function is registered. transformers passes no mask then."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[prev](**kwargs) if has_masks(prev) else None
+
+
+def has_masks(prev: str) -> bool:
+    """Whether a mask function is registered for an attention implementation."""
+    return prev in ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def follow_padding(notes: MaskNotes, starts: Tensor | None, *, may_wait: bool) -> None:
@@ -181,7 +191,8 @@ def dense_mask(
     is_sliding = isinstance(window, Tensor) or window > 0
     sliding = {"local_size": window} if is_sliding else {}
     within: Any = sliding_window_causal_mask_function
-    return ALL_MASK_ATTENTION_FUNCTIONS[prev](
+    return _mask_of(
+        prev,
         batch_size=batch,
         q_length=q_len,
         kv_length=kv_length,
