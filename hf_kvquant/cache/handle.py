@@ -186,6 +186,12 @@ class KVHandle:
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            "attention: keys and values of a quantised cache must not be changed in place, got an assignment to items: "
+            "the cache holds codes. Change a copy (clone()), and attend to that."
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("step", "side"):  # copy and pickle probe for these before __init__
             raise AttributeError(name)
