@@ -1417,6 +1417,15 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/cache/shown.py",
+        (
+            "return _views_shown(result, [each for each in args if isinstance(each, Shown)])",
+            "return result",
+            "a change of a view of keys is lost",
+            "cache",
+        ),
+    ),
+    *of(
         "hf_kvquant/storage/padding.py",
         (
             "        _check_shown(store, starts)\n",
