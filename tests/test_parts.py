@@ -312,14 +312,16 @@ def test_calls_that_choose_their_cache_are_left_alone(
     assert not report(model).chose_other, "of the last call"
 
 
-def test_calls_in_other_threads_are_calls_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
-    """A call without a cache runs from the first step to the last of one with a cache."""
+def test_calls_in_other_threads_are_calls_of_their_own(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call without a cache begins after one with a cache, before that has its cache, and ends after it."""
     watch._log_unquantized.cache_clear()
     model = models.build("llama")
     patch(model, "int8")
     begun, ended = threading.Event(), threading.Event()
 
-    class Meeting(LogitsProcessor):
+    class Waiting(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             begun.set()
             assert ended.wait(60)
@@ -328,18 +330,19 @@ def test_calls_in_other_threads_are_calls_of_their_own(caplog: pytest.LogCapture
     other = threading.Thread(
         target=greedy,
         args=(model, left_padded()),
-        kwargs={"use_cache": False, "logits_processor": LogitsProcessorList([Meeting()])},
+        kwargs={"use_cache": False, "logits_processor": LogitsProcessorList([Waiting()])},
     )
+    prepare = model._prepare_special_tokens
 
-    class Meet(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if not begun.is_set():
-                other.start()
-                assert begun.wait(60)
-            return scores
+    def preparing(*args: Any, **kwargs: Any) -> Any:
+        if other.ident is None:
+            other.start()
+            assert begun.wait(60)
+        return prepare(*args, **kwargs)
 
+    monkeypatch.setattr(model, "_prepare_special_tokens", preparing)
     with caplog.at_level(logging.WARNING):
-        greedy(model, left_padded(), logits_processor=LogitsProcessorList([Meet()]))
+        greedy(model, left_padded())
         result = report(model)
         ended.set()
         other.join()
