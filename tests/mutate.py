@@ -1348,6 +1348,12 @@ MUTATIONS = [
             "nobody learns that a checkpoint asks for no cache",
             "parts",
         ),
+        (
+            "if each.thread == threading.get_ident()",
+            "",
+            "a call is said to use no cache of ours since one in another thread does not",
+            "parts",
+        ),
     ),
     *of(
         "hf_kvquant/models/text_config.py",
@@ -1438,6 +1444,36 @@ MUTATIONS = [
             "is_last = isinstance",
             "a chunk does not see the later tokens of a picture",
             "pictures",
+        ),
+        (
+            "        padding.follow(notes.padded, starts)\n",
+            "        pass\n",
+            "dense first tokens are looked for where only a later mask has padding",
+            "padding",
+        ),
+        (
+            "                notes.check_attention()\n",
+            "                pass\n",
+            "an attention module of the user's in the last layer adds bounds to its scores",
+            "bypass",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache/shown.py",
+        (
+            "return _views_shown(result, [each for each in args if isinstance(each, Shown)])",
+            "return result",
+            "a change of a view of keys is lost",
+            "cache",
+        ),
+    ),
+    *of(
+        "hf_kvquant/storage/padding.py",
+        (
+            "        _check_shown(store, starts)\n",
+            "        pass\n",
+            "padding without codes is shown",
+            "padding",
         ),
     ),
     *of(

@@ -34,7 +34,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from hf_kvquant import PRESETS, KVQuantCache, patched, report
+from hf_kvquant import PRESETS, KVQuantCache, patch, patched, report
 from hf_kvquant.attention.registry import attention, attention_mask, implementation_name, is_ours
 from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.spec import reference
@@ -556,6 +556,33 @@ def test_the_kernel_serves_only_what_transformers_ships(caplog: pytest.LogCaptur
     assert any(reason in record.getMessage() for record in caplog.records)
     assert len(calls) >= 2 * num_calls, "every call went to the user's function"
     assert (logits(output) - expected).abs().max() < 0.2 * expected.std()
+
+
+def test_attention_without_masks() -> None:
+    """transformers passes no mask to an implementation that is registered among attention functions alone."""
+    masks = []
+
+    def unmasked(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        masks.append(mask)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("unmasked", unmasked)
+    model, inputs = models.build("llama"), left_padded()
+    try:
+        model.set_attn_implementation("unmasked")
+        expected = logits(greedy(model, inputs))
+        with patched(model, "none"):
+            assert_same(logits(greedy(model, inputs)), expected, "unquantised")
+        with patched(model, "int8"):
+            assert (logits(greedy(model, inputs)) - expected).abs().max() < 0.2 * expected.std()
+        assert not any(mask is not None for mask in masks)
+        with pytest.raises(NotImplementedError, match="attends by 'unmasked', for which AttentionMaskInterface has no"):
+            patch(model, "int8", static=True)
+        assert model.config._attn_implementation == "unmasked"
+    finally:
+        for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            for registered in [name for name in interface.valid_keys() if "unmasked" in name]:
+                type(interface)._global_mapping.pop(registered, None)
 
 
 def test_dropout_and_scaling_may_come_by_position() -> None:

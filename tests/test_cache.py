@@ -10,6 +10,7 @@ import copy
 import gc
 import io
 import logging
+import operator
 import pickle
 import re
 import sys
@@ -168,19 +169,66 @@ def test_a_layer_knows_the_dtype_and_the_device_of_its_keys(kind: str) -> None:
     assert hasattr(cache.layers[0], "dtype") == (kind == "static"), "a growing layer has dropped its buffers"
 
 
-def test_keys_are_not_assigned() -> None:
-    """Edits of what a layer dequantises are lost; where that can be noticed, it raises."""
-    for layer_type in ("full_attention", "sliding_attention"):
-        config = AutoConfig.for_model("mistral", sliding_window=8, layer_types=[layer_type] * 2, **models.COMMON)
-        cache = give(KVQuantCache(config, "int4-token"), chunks_of(6, 1))
-        layer: Any = cache.layers[0]
-        before = layer.keys.clone()
-        layer.keys[:, :, :2] = 0
-        with pytest.raises(AttributeError, match=r"^KVQuantLayer: `keys` must not be assigned, got Tensor: the cache "):
-            layer.keys = before
-        with pytest.raises(AttributeError, match=r"`values` must not be assigned, got Tensor: .* Give a new cache"):
-            layer.values *= 2
-        compare.assert_same(layer.keys, before, "keys")
+@pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
+def test_keys_are_not_assigned(layer_type: str) -> None:
+    config = AutoConfig.for_model("mistral", sliding_window=8, layer_types=[layer_type] * 2, **models.COMMON)
+    cache = give(KVQuantCache(config, "int4-token"), chunks_of(6, 1))
+    layer: Any = cache.layers[0]
+    before = layer.keys.clone()
+    with pytest.raises(AttributeError, match=r"^KVQuantLayer: `keys` must not be assigned, got Tensor: the cache "):
+        layer.keys = before
+    with pytest.raises(AttributeError, match=r"`values` must not be assigned, got Tensor: .* Give a new cache"):
+        layer.values = layer.values * 2
+    compare.assert_same(layer.keys, before, "keys")
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "item": lambda keys: keys.__setitem__((slice(None), 0), 0),
+    "item of a view": lambda keys: keys[0][0].__setitem__(0, 1),
+    "operator": lambda keys: operator.iadd(keys, 1),
+    "operator on a slice": lambda keys: operator.imul(keys[:, :, -1], 2),
+    "method": lambda keys: keys.zero_(),
+    "method of a view": lambda keys: keys.transpose(1, 2).unbind(0)[1].add_(1),
+    "function": lambda keys: torch.nn.init.zeros_(keys),
+    "out": lambda keys: torch.add(torch.ones_like(keys), 1, out=keys),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_keys_are_not_changed_in_place(change: str) -> None:
+    """They would stay as they are in the codes."""
+    cache = give(KVQuantCache(CONFIG, "int4-token"), chunks_of(6, 1))
+    layer: Any = cache.layers[0]
+    before = layer.keys.clone()
+    for keys in (layer.keys, layer.values):
+        with pytest.raises(RuntimeError, match=r"`keys` and `values` must not be changed in place, got \w+: .*clone"):
+            CHANGES[change](keys)
+    compare.assert_same(layer.keys, before, "keys")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_kept_where_nothing_is_quantised(change: str) -> None:
+    """As in a cache of transformers. The view is that of the buffers."""
+    cache = give(KVQuantCache(CONFIG, "none"), chunks_of(6, 1))
+    layer: Any = cache.layers[0]
+    before = layer.keys.clone()
+    CHANGES[change](layer.keys)
+    assert not torch.equal(layer.keys, before)
+
+
+def test_what_is_made_of_keys_is_a_tensor_like_any_other() -> None:
+    cache = give(KVQuantCache(CONFIG, "int4-token"), chunks_of(6, 1))
+    layer: Any = cache.layers[0]
+    saved = io.BytesIO()
+    torch.save(layer.keys, saved)
+    saved.seek(0)
+    made = [layer.keys * 1, layer.keys.clone(), copy.deepcopy(layer.keys), torch.load(saved, weights_only=True)]
+    other = torch.zeros_like(layer.keys)
+    other[:] = layer.keys
+    for each in (*made, other):
+        assert type(each) is Tensor
+        compare.assert_same(each, layer.keys, "keys")
+        each += 1
 
 
 def test_overrides_by_layer() -> None:

@@ -7,6 +7,7 @@ import functools
 import logging
 import pickle
 import re
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import transformers
 from models import greedy, left_padded, logits
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.models.clvp import ClvpConfig, ClvpModelForConditionalGeneration
 
@@ -308,6 +310,59 @@ def test_calls_that_choose_their_cache_are_left_alone(
     assert not caplog.records and not result.unused
     assert result.chose_other == chose_other == ("asked for another cache, or for none" in str(result))
     assert not report(model).chose_other, "of the last call"
+
+
+def test_calls_in_other_threads_are_calls_of_their_own(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call without a cache begins after one with a cache, before that has its cache, and ends after it."""
+    watch._log_unquantized.cache_clear()
+    model = models.build("llama")
+    patch(model, "int8")
+    begun, ended = threading.Event(), threading.Event()
+
+    class Waiting(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            begun.set()
+            assert ended.wait(60)
+            return scores
+
+    other = threading.Thread(
+        target=greedy,
+        args=(model, left_padded()),
+        kwargs={"use_cache": False, "logits_processor": LogitsProcessorList([Waiting()])},
+    )
+    prepare = model._prepare_special_tokens
+
+    def preparing(*args: Any, **kwargs: Any) -> Any:
+        if other.ident is None:
+            other.start()
+            assert begun.wait(60)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(model, "_prepare_special_tokens", preparing)
+    with caplog.at_level(logging.WARNING):
+        greedy(model, left_padded())
+        result = report(model)
+        ended.set()
+        other.join()
+    assert not caplog.records and not result.unused and not result.chose_other
+    assert report(model).chose_other, "of the last call"
+
+
+def test_calls_within_a_call_are_calls_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    watch._log_unquantized.cache_clear()
+    model = models.build("llama")
+    patch(model, "int8")
+
+    class Asking(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            model.generate(input_ids, max_new_tokens=1, use_cache=False)
+            return scores
+
+    with caplog.at_level(logging.WARNING):
+        greedy(model, left_padded(), logits_processor=LogitsProcessorList([Asking()]))
+    assert not caplog.records and not report(model).unused and not report(model).chose_other
 
 
 @pytest.mark.parametrize(

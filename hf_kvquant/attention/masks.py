@@ -23,6 +23,7 @@ from ..cache.handle import KVLength, MaskNotes
 from ..cache.support import check_layers
 from ..models.layers import count_layers
 from ..ops import is_uneven
+from ..storage import padding
 from ..upstream.releases import CACHE
 
 
@@ -63,15 +64,42 @@ def attention_mask(
                 notes.has_holes = notes.has_holes or bool(hides_later.any())
             if not is_decode_step:
                 notes.is_uneven = is_uneven(starts, attention_mask.shape[1])
+        if not kv_length.is_first_chunk:
+            if not torch.compiler.is_compiling():
+                notes.check_attention()
+            follow_padding(notes, starts, may_wait=not is_decode_step or kwargs["device"].type == "cpu")
         if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
             notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
         is_plain = _is_plain(mask_function, kv_length.window, kwargs)
-        if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
+        if is_plain and not kv_length.is_first_chunk and not notes.has_holes and not notes.is_bypassed:
             return _bounds(starts, kv_length.window, kwargs)
-    return ALL_MASK_ATTENTION_FUNCTIONS[prev](
-        kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
+    return _mask_of(
+        prev, kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
+
+
+def _mask_of(prev: str, **kwargs: Any) -> Any:
+    """The mask of `prev`; `None` if only its attention function is registered. transformers passes no mask then."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[prev](**kwargs) if has_masks(prev) else None
+
+
+def has_masks(prev: str) -> bool:
+    """Whether a mask function is registered for an attention implementation."""
+    return prev in ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def follow_padding(notes: MaskNotes, starts: Tensor | None, *, may_wait: bool) -> None:
+    """Let a cache that holds tokens count the first of them from where a new mask says that padding ends.
+
+    Without `may_wait`, only if padding comes for the first time or goes.
+
+    Raises:
+        ValueError: See `padding.follow`.
+    """
+    is_told = bool(notes.padded) and (may_wait or (starts is None) != (notes.padded[0].starts is None))
+    if is_told and not torch.compiler.is_compiling() and not (starts is not None and is_tracing(starts)):
+        padding.follow(notes.padded, starts)
 
 
 def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:
@@ -163,7 +191,8 @@ def dense_mask(
     is_sliding = isinstance(window, Tensor) or window > 0
     sliding = {"local_size": window} if is_sliding else {}
     within: Any = sliding_window_causal_mask_function
-    return ALL_MASK_ATTENTION_FUNCTIONS[prev](
+    return _mask_of(
+        prev,
         batch_size=batch,
         q_length=q_len,
         kv_length=kv_length,

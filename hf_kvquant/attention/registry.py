@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache.handle import KVHandle, KVStep
+from ..cache.handle import ATTENTION, KVHandle, KVStep
 from ..models.text_config import decoder_part, text_config_of
 from ..state import notes_on
 from ..storage.layer_store import LayerStore
@@ -145,6 +145,8 @@ def attention(
         NotImplementedError: Over a quantised cache, the call asks for attention weights or picks the keys itself.
     """
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
+        if not torch.compiler.is_compiling():
+            ATTENTION.calls += 1
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
             attention_mask = mask_over_changed(prev, query, key.shape[2], attention_mask)
         return call_previous(

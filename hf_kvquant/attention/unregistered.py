@@ -32,8 +32,8 @@ from ..ops import is_uneven
 from ..storage.layer_store import LayerStore
 from ..upstream.releases import CACHE
 from .families import FAMILIES, Attend, Family, family_of
-from .masks import is_tracing, num_pads
-from .registry import joins_masks
+from .masks import follow_padding, has_masks, is_tracing, num_pads
+from .registry import is_ours, joins_masks, previous_of
 
 
 def patch(model: nn.Module) -> bool:
@@ -103,6 +103,13 @@ def check_static(model: PreTrainedModel, where: str) -> None:
         reason = "puts tokens of its own before the prompt, for which generate leaves no room in static caches"
     if joins_masks(model):
         reason = "joins the masks of its own and the encoder's tokens, of which static caches get one alone"
+    name = text_config_of(model)._attn_implementation
+    prev = previous_of(name) if is_ours(name) else name
+    if not has_masks(prev):
+        reason = (
+            f"attends by {prev!r}, for which AttentionMaskInterface has no mask function, so that nothing hides the "
+            "capacity of a static cache"
+        )
     if reason is not None:
         raise NotImplementedError(
             f"{where}: `static` must be False for {type(model).__name__}, got True: it {reason}. Leave static and "
@@ -153,6 +160,8 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
             notes.is_uneven = is_uneven(starts, offset + q_len)
         if storage.is_empty:
             notes.starts, notes.has_dense_masks = starts, True
+        else:
+            follow_padding(notes, starts, may_wait=mask.device.type == "cpu" or q_len > 1)
     if is_left_alone or storage.is_empty or notes.has_holes:
         return None
     return functools.partial(_attend, cache, index, starts)

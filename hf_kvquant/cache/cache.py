@@ -28,7 +28,7 @@ from ..config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from ..models.layers import layers_of, num_readers
 from ..models.text_config import decoder_config
 from ..spec.key_transform import KeyTransform
-from ..storage import rewind
+from ..storage import padding, rewind
 from ..storage.layer_store import LayerStore
 from ..storage.lengths import LengthGroup, Lengths
 from ..storage.offloading import Offloader
@@ -125,6 +125,7 @@ class KVQuantCache(QuantizedCache):
         if not quantized:
             _log_nothing_to_quantize(tuple(sorted(set(layer_types))))
         Cache.__init__(self, layers=layers)
+        self.notes.padded = [storage for storage in self.storages if padding.counts_from_start(storage)]
         self._steps = Steps(
             {index: layers[index].storage for index in quantized},
             bystanders=[index for index, layer_type in enumerate(layer_types) if layer_type == "cross_attention"],

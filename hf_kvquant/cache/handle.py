@@ -9,6 +9,7 @@ correct but slower; it is counted and logged once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,15 @@ from ..storage.layer_store import LayerStore
 LOOKED_INSIDE = "the model or its attention implementation looks at keys and values itself (is the model patched?)"
 
 
+class _Attention(threading.local):
+    """How often this thread has called our attention function with tensors, compiled calls left out."""
+
+    calls = 0
+
+
+ATTENTION = _Attention()
+
+
 class MaskNotes:
     """What the 2-D attention masks of one cache have shown so far. Shared by all marked lengths of the cache.
 
@@ -29,6 +39,7 @@ class MaskNotes:
     Attributes:
         num_layers: As given.
         model_config: Config of the model that the cache was last found to fit; `None` before.
+        padded: The storages that count tokens from where padding ends.
         starts: `[batch]` int32: left-padding tokens in the newest mask, `None` for no padding. Used for the first
             chunk, which is written before attention passes it. Masks of later chunks do not change it when traced.
         has_holes: Whether a mask hid other tokens than left padding. Kernels only support left padding, so from then on
@@ -38,17 +49,31 @@ class MaskNotes:
         has_seen_mask: Whether a mask was made outside a compiled step, so that the other notes are valid.
         has_dense_masks: Whether the model makes its masks without our mask function (see `unregistered.py`). Lengths
             are then plain integers: a mark has no use, and the compiler could not trace it.
+        is_bypassed: Whether a layer has been found that takes its mask from our mask function and computes attention
+            without our attention function, such as one that a user has replaced. Masks are then as without us.
     """
 
     def __init__(self, num_layers: int | None = None) -> None:
         self.num_layers = num_layers
         self.model_config: object = None
+        self.padded: Sequence[LayerStore] = ()
         self.forget()
 
     def forget(self) -> None:
         """Forget all masks."""
-        self.has_holes = self.is_uneven = self.has_seen_mask = self.has_dense_masks = False
+        self.has_holes = self.is_uneven = self.has_seen_mask = self.has_dense_masks = self.is_bypassed = False
         self.starts: Tensor | None = None
+        self._calls: int | None = None  # `ATTENTION.calls` when a layer took its part of the first chunk
+
+    def expect_attention(self) -> None:
+        """A layer has taken its part of the first chunk, and gives it to our attention function before the next one."""
+        self.check_attention()
+        self._calls = ATTENTION.calls
+
+    def check_attention(self) -> None:
+        """Find out whether the layer of the newest `expect_attention` has come to our attention function."""
+        self.is_bypassed = self.is_bypassed or self._calls == ATTENTION.calls
+        self._calls = None
 
 
 class KVLength(int):
@@ -160,6 +185,12 @@ class KVHandle:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            "attention: keys and values of a quantised cache must not be changed in place, got an assignment to items: "
+            "the cache holds codes. Change a copy (clone()), and attend to that."
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("step", "side"):  # copy and pickle probe for these before __init__

@@ -22,6 +22,7 @@ from ..storage.offloading import Offloader
 from ..storage.pool import BufferPool
 from ..storage.rows import Ring
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
+from .shown import shown
 from .states import KVQuantStateLayer, PooledStates
 from .support import RECURRENT, WITH_STATE, WITH_WINDOW
 
@@ -87,8 +88,8 @@ class KVQuantLayer(CacheLayerMixin):
     def keys(self) -> Tensor | None:
         """Dense keys, dequantised at every access; `None` before the first tokens. A ring returns those in its window.
 
-        For inspection: where codes are kept, each access makes a new tensor. Edits of it are lost, and an assignment
-        raises `AttributeError`.
+        For inspection: where codes are kept, each access makes a new tensor, and changing it in place raises
+        `RuntimeError`. An assignment raises `AttributeError`.
         """
         return self._shown(0)
 
@@ -106,7 +107,9 @@ class KVQuantLayer(CacheLayerMixin):
         _refuse_assignment("values", values)
 
     def _shown(self, side: int) -> Tensor | None:
-        return self.storage.dequantize()[side] if self.storage.is_allocated else None
+        if not self.storage.is_allocated:
+            return None
+        return shown(self.storage.dequantize()[side], self.storage.planes[side].codes)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for tokens like these; the tensors may hold no tokens."""
@@ -142,6 +145,8 @@ class KVQuantLayer(CacheLayerMixin):
             starts = self.notes.starts
             storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
+            if self.notes.has_seen_mask and not torch.compiler.is_compiling():
+                self.notes.expect_attention()
             if not storage.formats.is_quantized:
                 # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
                 return key_states.contiguous(), value_states.contiguous()

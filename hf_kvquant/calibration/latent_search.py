@@ -32,7 +32,7 @@ class LatentSearch(Search):
         def look(index: int, latent: Tensor, is_real: Tensor) -> None:
             real = latent[is_real]
             sums = real.double().sum(0), real.double().square().sum(0)
-            seen[index].append((real.amin(0), real.amax(0), *sums, torch.tensor(len(real))))
+            seen[index].append((real.amin(0), real.amax(0), *sums, torch.tensor(len(real), device="cpu")))
 
         self._run(self.windows, self.targets, look, self.tell)
         found = {}

@@ -74,10 +74,11 @@ def latent_layouts(model: PreTrainedModel) -> dict[int, LayerLayout]:
     layouts: dict[int, LayerLayout] = {}
     names = {module: name for name, module in model.named_modules()}
     for module in latent_attentions(model):
-        channels = torch.arange(module.kv_lora_rank)[None]
+        channels = torch.arange(module.kv_lora_rank, device="cpu")[None]
         norm = Scalable(f"{names[module]}.{LATENT_NORM}", "gain", channels)
         projection = Scalable(f"{names[module]}.kv_b_proj", "columns", channels)
-        layouts[module.layer_idx] = LayerLayout(names[module], norm, projection, channels, torch.zeros(channels.shape))
+        turn = torch.zeros_like(channels, dtype=torch.float32)
+        layouts[module.layer_idx] = LayerLayout(names[module], norm, projection, channels, turn)
     return layouts
 
 
@@ -105,8 +106,10 @@ def _found_layouts(probe: Probe) -> tuple[dict[int, LayerLayout], dict[int, str]
     batch = max((key.index.shape[1] for key, _ in chosen.values()), default=0)
     features: dict[Output, Tensor] = {}
     for source in itertools.chain(*chosen.values()):
-        unit = features.setdefault(source.output, torch.zeros((batch, source.output.num_features)))
-        unit[torch.arange(source.index.shape[1]).expand_as(source.index), source.index] = origins.LOUD
+        silent = torch.zeros((batch, source.output.num_features), dtype=torch.float32, device="cpu")
+        unit = features.setdefault(source.output, silent)
+        sample = torch.arange(source.index.shape[1], device="cpu").expand_as(source.index)
+        unit[sample, source.index] = origins.LOUD
     if chosen:
         with replaced({output.module: output.filled(unit) for output, unit in features.items()}):
             probe.run(look, batch=batch)
@@ -121,7 +124,7 @@ def _layout(name: str, key: Source, query: Source, observation: Observation) -> 
     if key.output == query.output and torch.isin(key.scalable.index, query.scalable.index).any():
         return "one parameter makes keys and queries"
     num_kv_heads, head_dim = key.index.shape
-    nodes = torch.arange(num_kv_heads * head_dim).view(num_kv_heads, head_dim)
+    nodes = torch.arange(num_kv_heads * head_dim, device="cpu").view(num_kv_heads, head_dim)
     query_nodes = nodes.repeat_interleave(query.index.shape[0] // num_kv_heads, 0)
     # [unit vector, head, tokens, channel]; a channel that a unit vector does not reach is exactly 0.
     keys, queries = (states[:head_dim].float().cpu() for states in (observation.key, observation.query))
@@ -155,7 +158,7 @@ def tie(num_nodes: int, edges: Tensor, shared: Iterable[Tensor]) -> Tensor:
         edges = torch.cat((edges, torch.stack((nodes, total + parameters))), dim=1)
         total += int(parameters.max()) + 1
     source, target = torch.cat((edges, edges.flip(0)), dim=1)
-    labels = torch.arange(total)
+    labels = torch.arange(total, device="cpu")
     while True:
         lower = labels.scatter_reduce(0, target, labels[source], "amin")
         lower = lower[lower]  # a label is a node of the same set, so its label applies as well
@@ -231,7 +234,7 @@ def _answers(probe: Probe, chosen: Mapping[int, Source]) -> dict[int, _Answer]:
     answers: dict[int, _Answer] = {}
     for index, source in chosen.items():
         # All other features of a fused projection are 0, in every sample.
-        made[index] = torch.zeros((batch, source.output.num_features))
+        made[index] = torch.zeros((batch, source.output.num_features), dtype=torch.float32, device="cpu")
         used = source.index.unique()
         made[index][:, used] = random_samples((len(used),), generator)
 

@@ -75,7 +75,8 @@ class Scalable:
     def per_feature(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Features, int64, and their values, float32, from one value per channel. A feature's channels must agree."""
         features, first = torch.unique(self.index.flatten(), return_inverse=True)
-        return features, torch.empty(len(features)).scatter_(0, first, values.flatten().float())
+        made = torch.empty(len(features), dtype=torch.float32, device="cpu")
+        return features, made.scatter_(0, first, values.flatten().float())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Probe:
         Attention returns the observer's tensor, or else zeros, so that random numbers do not grow from layer to layer.
         """
         last = positions_of(self.model, 4096) - 1
-        positions = torch.tensor([*POSITIONS, *range(last - extra_tokens, last + 1)])
+        positions = torch.tensor([*POSITIONS, *range(last - extra_tokens, last + 1)], device="cpu")
         input_ids = arbitrary_ids(self.model, len(positions)).expand(batch, -1)
 
         def observe(observation: Observation) -> Tensor:
@@ -313,7 +314,7 @@ def replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
 
 def random_samples(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Random samples for `one_for_one`: `NUM_SAMPLES` plain ones, then `NUM_LOUD` of them times `LOUD`."""
-    quiet = torch.randn((NUM_SAMPLES, *shape), generator=generator)
+    quiet = torch.randn((NUM_SAMPLES, *shape), generator=generator, dtype=torch.float32, device="cpu")
     return torch.cat((quiet, LOUD * quiet[:NUM_LOUD]))
 
 
@@ -352,7 +353,8 @@ def rule_of(output: Output) -> Rule | None:
     behind_tokens = output.shape[output.token_axis + 1 :]
     if not 0 < weight.ndim <= len(behind_tokens) or tuple(weight.shape) != behind_tokens[-weight.ndim :]:
         return None
-    x = torch.randn((1, *output.shape), generator=torch.Generator().manual_seed(0)).to(weight)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((1, *output.shape), generator=generator, dtype=torch.float32, device="cpu").to(weight)
     silent: dict[Rule, float] = {"gain": 0.0, "gain_plus_one": -1.0}
     for rule, value in silent.items():
         # Not `functional_call`: where compressed-tensors (0.20) has dispatched a model, it leaves its numbers in place.

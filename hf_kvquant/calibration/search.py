@@ -71,7 +71,7 @@ def collect(
         key = observation.key.transpose(1, 2)[is_real].float()  # [real tokens, num_kv_heads, head_dim]
         query = observation.query.transpose(1, 2)[is_real].float().unflatten(1, (key.shape[1], -1))
         sums = key.double().sum(0), key.double().square().sum(0), query.double().square().mean(2).sum(0)
-        seen[observation.layer_idx].append((key.amin(0), key.amax(0), *sums, torch.tensor(len(key))))
+        seen[observation.layer_idx].append((key.amin(0), key.amax(0), *sums, torch.tensor(len(key), device="cpu")))
 
     run_windows(model, windows, set(layers), look, advance)
     found = {}
@@ -102,7 +102,7 @@ def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, cen
     """
 
     def over_ties(values: Tensor, how: Literal["amax", "sum"]) -> Tensor:
-        flat, start = ties.flatten(), torch.zeros(ties.numel(), dtype=torch.float64)
+        flat, start = ties.flatten(), torch.zeros(ties.numel(), dtype=torch.float64, device="cpu")
         return start.scatter_reduce(0, flat, values.flatten().double(), how)[ties]
 
     if choice == "energy":

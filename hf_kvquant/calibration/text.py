@@ -79,7 +79,7 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: in
                 f"{where}: `texts` must hold text, got nothing but white space in text {num_texts}. Leave it out."
             )
         num_texts += 1
-        ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+        ids = torch.tensor(tokenizer(text, verbose=False).input_ids, device="cpu")
         total += len(ids)
         pieces += [piece for piece in ids.split(length) if len(piece) >= min(MIN_WINDOW, length)]
     usable = sum(map(len, pieces))

@@ -178,7 +178,8 @@ def _put_back(model: PreTrainedModel, state: _State) -> None:
 def _checked(model: PreTrainedModel, layouts: Mapping[int, ValueLayout], where: str) -> Iterator[None]:
     """Refuse a rotation within the block that changes outputs or logits by more than rounding."""
     shape = CHECK_ROWS, positions_of(model, CHECK_TOKENS)
-    input_ids = torch.randint(text_config_of(model).vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    vocab_size, generator = text_config_of(model).vocab_size, torch.Generator().manual_seed(0)
+    input_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu")
     outputs: dict[str, Tensor] = {}  # of the projections after attention, before rotation
     errors: dict[str, float] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,13 @@ class Call:
         is_choice: Whether its arguments ask for another cache, or for none.
         caches: Our caches that it was given or got.
         why_other: Why it got another cache, or none; `None` if it did not.
+        thread: The thread that runs it: a model may serve several threads at once.
     """
 
     is_choice: bool
     caches: list[KVQuantCache] = dataclasses.field(default_factory=list)
     why_other: str | None = None
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
 
     @property
     def chose_other(self) -> bool:
@@ -60,7 +63,7 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     if kwargs.get("cache_implementation") == "paged":  # goes to a manager, which has pages
         return run(model, *args, **kwargs)
     call, notes = Call(_is_choice(*args, **kwargs)), [notes_on(each) for each in (model, *stand_ins(model).values())]
-    is_outer = not notes[0].calls
+    is_outer = not any(each.thread == call.thread for each in notes[0].calls)
     for each in notes:
         each.calls.append(call)
     try:
@@ -75,12 +78,15 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
 
 
 def note_cache(model: PreTrainedModel, cache: KVQuantCache | None) -> None:
-    """Tell the calls of `generate` that are running which cache of ours they have; `None` if they want another."""
-    for call in notes_on(model).calls:
-        if cache is None:
-            call.why_other = _why_other(model)
-        else:
+    """Tell the calls of `generate` that this thread runs which cache of ours they have; `None` if they want another.
+
+    A call that has a cache of ours already is an outer one: a logits processor of it calls `generate`, for example.
+    """
+    for call in [each for each in notes_on(model).calls if each.thread == threading.get_ident()]:
+        if cache is not None:
             call.caches.append(cache)
+        elif not call.caches:
+            call.why_other = _why_other(model)
 
 
 def _is_choice(inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> bool:

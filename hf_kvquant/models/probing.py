@@ -116,7 +116,7 @@ def chunks_of(input_ids: Tensor, first_chunk: int, chunk_size: int) -> list[Tens
 
 def arbitrary_ids(model: PreTrainedModel, tokens: int) -> Tensor:
     """Arbitrary token ids, `[1, tokens]` int64 on the CPU, for a forward whose text does not matter."""
-    ids: Tensor = torch.arange(5, 5 + tokens)[None] % text_config_of(model).vocab_size
+    ids: Tensor = torch.arange(5, 5 + tokens, device="cpu")[None] % text_config_of(model).vocab_size
     return ids
 
 

@@ -125,7 +125,7 @@ def own_text(model: PreTrainedModel, say: Callable[[str], Any] = lambda text: No
     never = ends + _ids(text_config, "pad_token_id")
     generator = torch.Generator().manual_seed(0)
     cache = DynamicCache(config=text_config)
-    ids = [torch.full((NUM_WINDOWS * WINDOW // window, 1), first)]
+    ids = [torch.full((NUM_WINDOWS * WINDOW // window, 1), first, device="cpu")]
     length = positions_of(model, window)
     for position in range(1, length):
         say(f"writing a text, token {position} of {length}")
@@ -285,7 +285,7 @@ class Meter:
         config = alone(index, formats)
         if self._replay is None:
             return self.cost(config).kld
-        found = torch.empty(0)
+        found = torch.empty(0, dtype=torch.float32, device="cpu")
         with contextlib.closing(self._replayed(config, index)) as replayed:
             for reference, logits in zip(self.reference[-self._num_last :], replayed, strict=True):
                 found = torch.cat([found, *(divergence(*each) for each in _log_probabilities(reference, logits))])

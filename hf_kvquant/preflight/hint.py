@@ -180,8 +180,8 @@ def _mean_turn(model: PreTrainedModel) -> Tensor:
     See `centering.py`.
     """
     found = [each for name, each in model.named_buffers() if name.endswith("inv_freq") and not each.is_meta]
-    frequency = found[0].float().cpu() if found else torch.zeros(0)
-    angle = torch.arange(positions_of(model, NUM_POSITIONS))[:, None] * frequency
+    frequency = found[0].float().cpu() if found else torch.zeros(0, dtype=torch.float32, device="cpu")
+    angle = torch.arange(positions_of(model, NUM_POSITIONS), device="cpu")[:, None] * frequency
     return torch.polar(torch.ones_like(angle), angle).mean(0)
 
 

@@ -176,7 +176,7 @@ def read_signals(
             key, num_q_heads = keys[index]  # [num_kv_heads, tokens, head_dim]
             num_kv_heads, _, head_dim = key.shape
             if biases is not None:
-                zero = torch.zeros((num_kv_heads, head_dim))
+                zero = torch.zeros((num_kv_heads, head_dim), dtype=torch.float32, device="cpu")
                 bias, bias_center = (found.get(index, zero).cpu() for found in biases)
                 spread = (key - bias[:, None]).square().sum(-1).mean(1).sqrt()
         if bias is None or not bool(bias.isfinite().all()):

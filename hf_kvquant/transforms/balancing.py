@@ -61,7 +61,8 @@ def balancing_factors(model: PreTrainedModel) -> dict[int, Tensor]:
     # Special tokens are at the ends of most vocabularies; some models look for images behind them.
     vocab_size, generator = text_config_of(model).vocab_size, torch.Generator().manual_seed(0)
     num_tokens = positions_of(model, NUM_TOKENS)
-    ids = torch.randint(min(5, vocab_size - 1), max(6, vocab_size // 2), (1, num_tokens), generator=generator)
+    bounds = min(5, vocab_size - 1), max(6, vocab_size // 2)
+    ids = torch.randint(*bounds, (1, num_tokens), generator=generator, device="cpu")
     with in_float32(model), observed(model, look):
         forward(model, ids.clamp(max=vocab_size - 1), only_last=True)
     return factors
