@@ -121,8 +121,8 @@ windows_table = Table(
 )
 windows_caption = Text(
     f"{MODEL} in {{real_windows.dtype}} on WikiText-2: {{reads}}; last column: behind {{real_long.n0:,}}, on {{far}}, "
-    "and on a CPU for `int8` with dense tokens. `quanto-4` is transformers' own quantised cache, on other parts of the same "
-    "text.",
+    "and on a CPU for `int8` with dense tokens. `quanto-4` is transformers' own quantised cache, on other parts of the "
+    "same text.",
     origin("real_windows", of="real_windows.", more=" and files beside it"),
     reads=reads("real_windows"),
     far=where("real_long"),
