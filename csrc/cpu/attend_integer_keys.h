@@ -203,9 +203,9 @@ inline void store_rows(float* scores, Float x) {
 }
 
 // Chunks first_chunk ... last_chunk - 1 of query · centred codes for `count` tokens, in float32 [row, kTile]. 8 tokens
-// at a time with two limbs and 4 with four: 16 accumulators, as vpdpbusd takes 4 clocks.
+// at a time with two limbs and 4 with four: 16 accumulators, as vpdpbusd takes 4 clocks. Inlined, it lacks registers.
 template <Storage kStorage, int kRows, int kLimbs>
-void score_chunks(const Side& side, const QuerySet& set, int group, int first_chunk, int last_chunk,
+[[gnu::noinline]] void score_chunks(const Side& side, const QuerySet& set, int group, int first_chunk, int last_chunk,
                   const uint8_t* codes, int count, float* scores) {
   constexpr int kTokens = kLimbs == 2 ? 8 : 4, kBits = bits_of(kStorage), kPlaces = 8 / kBits;
   constexpr int kBytes = 4 * kChunkBytes / kRows;
@@ -237,11 +237,16 @@ void score_chunks(const Side& side, const QuerySet& set, int group, int first_ch
       for (int i = 0; i < kPlaces * kLimbs; ++i) q[i / kLimbs][i % kLimbs] = load_as<__m512i>(limbs + i * 64);
       for (int n = 0; n < kTokens; ++n) {
         const __m512i bytes = load_at(tokens + n * stride + chunk * kBytes);
-        for (int i = 0; i < kPlaces; ++i) {
-          const __m512i part = kPlaces == 1 ? bytes : _mm512_and_si512(_mm512_srli_epi16(bytes, i * kBits), mask);
+        const auto add = [&](__m512i part, int i) {
           for (int limb = 0; limb < kLimbs; ++limb) {
             sums[n][limb] = (Int)_mm512_dpbusd_epi32((__m512i)sums[n][limb], part, q[i][limb]);
           }
+        };
+        if constexpr (kPlaces == 1) {
+          add(bytes, 0);
+        } else {
+          add(_mm512_and_si512(bytes, mask), 0);
+          for (int i = 1; i < kPlaces; ++i) add(_mm512_and_si512(_mm512_srli_epi16(bytes, i * kBits), mask), i);
         }
       }
     };

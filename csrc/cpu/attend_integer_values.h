@@ -239,27 +239,27 @@ inline void add_words(const uint8_t* codes, int64_t stride_t, uint64_t mask, int
       for (int i = 0; i < 4; ++i) sums[r][i] = (Int)_mm512_dpwssd_epi32((__m512i)sums[r][i], v[i], weight);
     }
   }
-  for (int r = 0; kIsHalf && r < kRows; ++r) {
-    for (Int& sum : sums[r]) {
-      const __m512i both = (__m512i)sum;
-      sum = (Int)_mm512_zextsi256_si512(
-          _mm256_add_epi32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1)));
-    }
-  }
   for (int r = 0; r < kRows; ++r) {
     const Float unit = load(units + r * 16);
     for (int i = 0; i < 4; ++i) {
+      Int sum = sums[r][i];
+      if constexpr (kIsHalf) {
+        const __m512i both = (__m512i)sum;
+        sum = (Int)_mm512_zextsi256_si512(
+            _mm256_add_epi32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1)));
+      }
       float* target = out + r * out_stride + (4 * kPart + i) * 16;
       const Float before =
           is_first_word ? fma(load(target), broadcast(rows[r].rescale), load(zero_sums + r * 16)) : load(target);
-      store(target, fma(__builtin_convertvector(sums[r][i], Float), unit, before));
+      store(target, fma(__builtin_convertvector(sum, Float), unit, before));
     }
   }
 }
 
-// out = out · rescale + sum of p · value over the tokens of a tile, for kRows rows whose weights are filled.
+// out = out · rescale + sum of p · value over the tokens of a tile, for kRows rows whose weights are filled. Inlined, it
+// lacks registers.
 template <Storage kStorage, int kRows, bool kIsGrouped>
-void add_weighted(const Side& side, const Weights& weights, int num_words, const uint8_t* codes, int count,
+[[gnu::noinline]] void add_weighted(const Side& side, const Weights& weights, int num_words, const uint8_t* codes, int count,
                   const Row* rows, float* out, int out_stride) {
   const int num_blocks = num_blocks_of(side);
   for (int block = 0; block < num_blocks; ++block) {
