@@ -246,7 +246,11 @@ template <Storage kStorage, int kRows, int kLimbs>
           add(bytes, 0);
         } else {
           add(_mm512_and_si512(bytes, mask), 0);
-          for (int i = 1; i < kPlaces; ++i) add(_mm512_and_si512(_mm512_srli_epi16(bytes, i * kBits), mask), i);
+          add(_mm512_and_si512(_mm512_srli_epi16(bytes, kBits), mask), 1);
+          if constexpr (kPlaces == 4) {
+            add(_mm512_and_si512(_mm512_srli_epi16(bytes, 2 * kBits), mask), 2);
+            add(_mm512_and_si512(_mm512_srli_epi16(bytes, 3 * kBits), mask), 3);
+          }
         }
       }
     };
