@@ -7,7 +7,6 @@ what a format is in memory. `config.py` holds the settings of a whole cache.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -165,7 +164,7 @@ class LayerFormats(Formats):
             channel scales; or tokens are to stay dense where nothing is quantised.
     """
 
-    @functools.cached_property  # every layer asks in every step
+    @property
     def is_quantized(self) -> bool:
         """Whether keys or values are quantised."""
         return self._is_quantized
