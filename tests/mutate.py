@@ -1725,6 +1725,12 @@ MUTATIONS = [
     *of(
         "csrc/cpu/simd.h",
         (
+            "shifts[i] = i % kOfWord * kBits",
+            "shifts[i] = i * kBits",
+            "AVX-512: codes of three bits behind the eighth of a vector are those of nobody",
+            "ops dequantize",
+        ),
+        (
             "if (magnitude >= 0x477FF000)",
             "if (magnitude >= 0x48000000)",
             "portable: scales of 70000 are NaN",
@@ -1785,7 +1791,22 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "csrc/cpu/attend_integer_values.h",
+        (
+            "kFirst = 4 * kPart % (16 / kBits)",
+            "kFirst = 0",
+            "AVX-512: half of the channels of values of two bits get the codes of others",
+            "ops",
+        ),
+    ),
+    *of(
         "csrc/cpu/attend_integer_keys.h",
+        (
+            "by_place = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13,",
+            "by_place = _mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12,",
+            "AVX-512: keys of two bits are multiplied by other channels of the query",
+            "ops",
+        ),
         ("if (largest > limit * unit) unit *= 2.0f;", "", "AVX-512: the largest channel of a query wraps", "ops"),
         (
             "return 4 * num_small >= side.head_dim;",
