@@ -263,9 +263,11 @@ def test_every_layer_has_its_own_weights() -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         layer = Layer(usual)
+        layer.layer_idx = seed
         expected = layer(x)
         with deferred(layer, lambda: True):
             torch.testing.assert_close(computed(chooser, *layer(x)), expected)
+    assert len(chooser._choices) == 1
 
 
 @torch.no_grad()

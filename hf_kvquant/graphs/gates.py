@@ -142,7 +142,7 @@ def has_gates(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def deferred(module: nn.Module, is_served: Callable[[], bool]) -> Iterator[None]:
     """Within it, the projections of a module's gates and its `A_log` are gates, where `is_served()`."""
-    layer = _Layer(module, identity(module))
+    layer = _Layer(module, identity(module, "layer_idx"))  # all layers share a trial
     a_log: Any = module._parameters[_A_LOG]
 
     def project(name: str, child: nn.Linear, *args: Any, **kwargs: Any) -> Any:

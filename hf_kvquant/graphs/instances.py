@@ -32,10 +32,11 @@ def only_calls_forward(module: nn.Module) -> bool:
     return not module._forward_hooks and not module._forward_pre_hooks and module._compiled_call_impl is None
 
 
-def identity(module: nn.Module) -> Hashable:
-    """A key that differs between modules that compute different functions."""
+def identity(module: nn.Module, *ignored: str) -> Hashable:
+    """A key that differs between modules that compute different functions, without the attributes of these names."""
     simple = (bool, int, float, str, type(None))
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    attributes.pop("forward", None)
+    for name in ("forward", *ignored):
+        attributes.pop(name, None)
     values = (value if isinstance(value, simple) else id(value) for value in attributes.values())
     return type(module), tuple(attributes), tuple(values)
