@@ -1,5 +1,6 @@
-// Whether a kernel serves a call: it meets what the kernel requires, of the call (csrc/requirements.h) and of the GPU.
-// In which order kernels are asked is in plan.cpp.
+// Whether one kernel serves a call, and which instantiation of it does: the call meets what the kernel requires, of the
+// call (csrc/requirements.h) and of the GPU. `plan_decode` in plan.cpp decides which kernel serves: it asks them in
+// turn.
 #include <algorithm>
 #include <string>
 #include <utility>

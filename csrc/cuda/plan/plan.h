@@ -1,4 +1,5 @@
-// The parts of the plan: choose.cpp finds the kernel for a call, cut.cpp into how many thread blocks to cut the call.
+// The parts of the plan: plan.cpp asks the kernels in turn, choose.cpp says whether one serves the call, cut.cpp into
+// how many thread blocks to cut it.
 #pragma once
 
 #include <string>
