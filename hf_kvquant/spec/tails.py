@@ -6,7 +6,8 @@ slot for the tails of all layers, besides its pages: for each layer `[num_kv_hea
 where there are such. Each begins at a multiple of `PART_ALIGNMENT`.
 
 Slots are the same run of bytes again and again in one tensor. Planes of tails are views of it whose first axis counts
-slots. A row of a page table begins with the number of its slot: see `reference.Tails`.
+slots. A row of a page table begins with the number of its slot: see `reference.Tails`. Which row of a tail a token has
+is in `formats.py`.
 """
 
 from __future__ import annotations

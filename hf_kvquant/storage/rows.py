@@ -12,7 +12,7 @@ window as its mask. With a static cache, nothing here waits for the device.
 
 Pages of continuous batching are no rows of a layer: all layers share one table of pages for each request, transformers
 gives pages out, frees and shares them, and a token's row in its page follows from its position (`ops.Operands.append`).
-So `batching` asks its page table, and nothing here.
+So `batching` asks its page table, and nothing here. Which row of a tail a dense token has is in `spec/formats.py`.
 """
 
 from __future__ import annotations
