@@ -2,7 +2,8 @@
 
 transformers gives out blocks (the pages of all layers for the same tokens) to requests, shares, copies, offloads and
 frees them. It moves bytes and does not look at them. What is ours is how many bytes a page has, how they become
-planes, how much memory all of it takes (`memory.py`), and what a request has besides pages: tails and states.
+planes, how much memory all of it takes (`memory.py`), and what a request has besides pages: tails and states. When a
+request ends, is cancelled or is offloaded, transformers calls `PagedCache.free_blocks`.
 """
 
 from __future__ import annotations

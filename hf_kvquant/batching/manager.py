@@ -1,4 +1,7 @@
-"""The manager of a patched model: transformers' own, with our attention and our cache."""
+"""The manager of a patched model: transformers' own, with our attention and our cache.
+
+Requests take pages and give them back in `cache.py`.
+"""
 
 from __future__ import annotations
 
