@@ -2,7 +2,7 @@
 
 This is the multiple-choice knapsack problem. Sizes are whole bytes of a token, so dynamic programming solves it
 exactly: layer by layer, for every budget up to the given one. It knows nothing of formats; `check.py` has their sizes
-and costs.
+and costs. There is no budget of time: how long a pre-flight takes follows from the text that `divergence.py` reads.
 """
 
 from __future__ import annotations
