@@ -83,8 +83,9 @@ def run_preflight(
     """Find the formats that a model's cache tolerates, or check whether it tolerates the given ones.
 
     Without texts, divergences are measured on text that the model samples itself, with a fixed seed and no prompt. That
-    takes some 250 decode steps. Layers then diverge about as much as on real text, or up to 1.4 times as much
-    (reference model). Pass texts if the model is slow, or was not trained to write without a prompt.
+    takes some 500 decode steps: 250 where no format in question is `int4`, and 1,000 with `k4v2` or `int2`, which keep
+    more tokens dense. Layers then diverge about as much as on real text, or up to 1.4 times as much (reference model).
+    Pass texts if the model is slow, or was not trained to write without a prompt.
 
     Args:
         model: A decoder-only model, patched or not, calibrated or not. It is only run, and left unchanged. A bfloat16
