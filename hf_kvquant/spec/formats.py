@@ -16,8 +16,9 @@ contiguous.
 A fourth plane, the `tail`, holds dense tokens: attention uses them as they came instead of their codes. With any
 granularity these are the first `sink_length` tokens that are not padding, in fixed rows, and the newest ones, in a
 ring. Token t is in row `t - start` if it is one of the first, else in row `sink_length + t mod ring`. The ring holds
-the last `residual_length` tokens; with granularity `channel`, the blocks that these tokens are in and one more. There a
-block gets codes when its last token leaves the window; with other granularities, every token has codes at once.
+the last `residual_length` tokens, and more of the newest ones for a crop (`slack` of `tail_rows`). With granularity
+`channel`, it also holds the tokens before these in the block where they begin. There a block gets codes when its last
+token leaves the window; with other granularities, every token has codes at once.
 
 `layout.py` joins the formats of keys and of values with these windows. `reference.py` decides the values of codes;
 `storage/` decides who allocates the planes.
