@@ -123,7 +123,7 @@ struct Side {
   int64_t tail_stride_b, tail_stride_h, tail_stride_t;  // in elements
 };
 
-// The first of the newest tokens that attention reads from the tail. `tail_from` as in reference.Tails.
+// The first of the newest tokens that the newest query reads from the tail. `tail_from` as in reference.Tails.
 KVQ_ON_DEVICE inline int tail_begin(const Side& side, int length, int residual_length, int tail_from) {
   const int newest = length > residual_length ? length - residual_length : 0;
   const int begin = side.has_channel_scales ? newest / kBlockSize * kBlockSize : newest;
@@ -133,6 +133,13 @@ KVQ_ON_DEVICE inline int tail_begin(const Side& side, int length, int residual_l
 // The first of the newest tokens that the tail keeps: those that attention reads, and others for a crop.
 KVQ_ON_DEVICE inline int tail_kept(const Side& side, int length) {
   return tail_begin(side, length, side.has_channel_scales ? side.ring - kBlockSize : side.ring, 0);
+}
+
+// The first of the newest tokens that a query reads from the tail, which sees the first `num_seen` of `length` tokens:
+// reference.window_begin.
+KVQ_ON_DEVICE inline int window_begin(const Side& side, int num_seen, int length, int residual_length, int tail_from) {
+  const int begin = tail_begin(side, num_seen, residual_length, tail_from), kept = tail_kept(side, length);
+  return begin > kept ? begin : kept;
 }
 
 // Whether a token is one of the first `sink_length` that are not padding. These have rows of their own in the tail.

@@ -227,6 +227,23 @@ constexpr Requirement kQueryStrides = {
       return wanted("a query that spans less than 2^31 numbers", query_numbers(call.params));
     }};
 
+// Tokens of windows for crops and earlier queries, as far as a tail has rows for them.
+int num_kept(const Side& side) { return side.ring - (side.has_channel_scales ? kBlockSize : 0); }
+
+// A query reads a token from both tails, or its keys alone from the tail if they have scales for blocks.
+constexpr Requirement kTails = {
+    Of::call,
+    [](const Call& call, const Side&) {
+      const DecodeParams& params = call.params;
+      const Side &keys = params.key_side, &values = params.value_side;
+      if (params.q_len == 1 || params.is_chunk || keys.tail == nullptr || values.tail == nullptr) return true;
+      return keys.has_channel_scales ? num_kept(keys) >= num_kept(values) : num_kept(keys) == num_kept(values);
+    },
+    [](const Call& call, const Side&) {
+      return wanted("tails of keys and values with room for equally many of the newest tokens",
+                    num_kept(call.params.key_side), " and ", num_kept(call.params.value_side));
+    }};
+
 // --- the attention kernel
 
 constexpr Requirement kAttend[] = {
@@ -325,6 +342,7 @@ constexpr Requirement kAttend[] = {
      [](const Call& call, const Side& side) {
        return wanted("dense tokens at multiples of 16 bytes", "a remainder of ", rest_of_tail(side), of(call, side));
      }},
+    kTails,
     kGrid,
     kPages,
     kStrides,
@@ -378,6 +396,7 @@ constexpr Requirement kChunk[] = {
        return wanted("new " + name_of(call, side) + " in 16 bits with rows at multiples of 16 bytes",
                      text_of(rows.dtype), rest);
      }},
+    kTails,
     kGrid,
     kPages,
     kStrides,
@@ -461,6 +480,7 @@ constexpr Requirement kLatent[] = {
        return wanted("codes, scales and zeros at multiples of 16 bytes", "a remainder of ",
                      rest_of_codes(side, 16) | rest_of_scales(side), of(call, side));
      }},
+    kTails,
 };
 
 template <size_t kCount>

@@ -142,64 +142,79 @@ def run_decode(
         out, lse = operands.decode(query.to(engine), None, held, num_splits=num_splits, **on_device)
     else:
         out, lse = operands.attend_chunk(query.to(engine), (own[0].to(engine), own[1].to(engine)), held, **on_device)
-    key, value = (
-        reference.dequantize(
-            made, kv_format, torch.float32, stored.lengths_tensor(), case.starts_tensor(), **case.windows
+    expected, by_torch = [], []
+    max_query = max_key = max_value = max_constant = max_terms = 0.0
+    for some, num_behind in [(slice(None), 0)] if own else runs_of_queries(case, planes):
+        x = query[:, :, some]
+        seen = dataclasses.replace(
+            case, q_len=x.shape[2], lengths=tuple(length - num_behind for length in case.lengths)
         )
-        for made, kv_format in zip(planes, case.formats, strict=True)
-    )
-    is_dense, _ = reference.dense_tokens(
-        planes[0], case.formats[0], stored.lengths_tensor(), case.starts_tensor(), **case.windows
-    )
-    if own is not None:
-        row = stored.lengths_tensor().long().unsqueeze(1) + torch.arange(case.q_len)
+        held = {"lengths": stored.lengths_tensor(), "starts": case.starts_tensor(), "num_behind": num_behind}
         key, value = (
-            x.scatter(2, row[:, None, :, None].expand_as(new), new.float())
-            for x, new in zip((key, value), own, strict=True)
+            reference.dequantize(made, kv_format, torch.float32, **held, **case.windows)
+            for made, kv_format in zip(planes, case.formats, strict=True)
         )
-        is_dense = is_dense.scatter(1, row, value=True)
-    expected_out, expected_lse = reference.decode_attention(
-        query.float(),
-        key,
-        value,
-        case.lengths_tensor(),
-        softmax_scale=softmax_scale,
-        key_transform=key_transform,
-        is_dense=is_dense,
-        **extras,
+        is_dense, _ = reference.dense_tokens(planes[0], case.formats[0], **held, **case.windows)
+        if own is not None:
+            row = stored.lengths_tensor().long().unsqueeze(1) + torch.arange(case.q_len)
+            key, value = (
+                y.scatter(2, row[:, None, :, None].expand_as(new), new.float())
+                for y, new in zip((key, value), own, strict=True)
+            )
+            is_dense = is_dense.scatter(1, row, value=True)
+        options = {"softmax_scale": softmax_scale, "is_dense": is_dense, **extras}
+        expected.append(
+            reference.decode_attention(
+                x.float(), key, value, seen.lengths_tensor(), key_transform=key_transform, **options
+            )
+        )
+        coded_query = constant = None
+        # In float64: squares of numbers that float32 holds need not fit it.
+        size = largest(x.double().norm(dim=-1))
+        if key_transform is not None:
+            coded_query, constant = reference.transform_query(x, key_transform)
+            max_coded = largest(coded_query.double().norm(dim=-1))
+            size = max(max_coded, size) if is_dense.any() else max_coded
+        by_torch.append(
+            plain_attention(seen, x.to(case.dtype), key, value, coded_query=coded_query, constant=constant, **options)
+        )
+        max_query, max_key = max(max_query, size), max(max_key, largest(key.double().norm(dim=-1)))
+        max_value = max(max_value, largest(value))
+        max_constant = max(max_constant, 0.0 if constant is None else largest(constant))
+        if case.formats[0].is_integer:
+            terms = max_logit_terms(x if coded_query is None else coded_query, key, abs(softmax_scale))
+            max_terms = max(max_terms, terms)
+    (expected_out, expected_lse), (torch_out, torch_lse) = (
+        (torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2))
+        for parts in (expected, by_torch)
     )
-    coded_query = constant = None
-    # In float64: squares of numbers that float32 holds need not fit it.
-    max_query = largest(query.double().norm(dim=-1))
-    if key_transform is not None:
-        coded_query, constant = reference.transform_query(query, key_transform)
-        max_coded = largest(coded_query.double().norm(dim=-1))
-        max_query = max(max_coded, max_query) if is_dense.any() else max_coded
-    torch_out, torch_lse = plain_attention(
-        case,
-        query.to(case.dtype),
-        key,
-        value,
-        coded_query=coded_query,
-        constant=constant,
-        is_dense=is_dense,
-        softmax_scale=softmax_scale,
-        **extras,
-    )
-    max_logit = max_query * largest(key.double().norm(dim=-1)) * abs(softmax_scale)
-    max_logit += 0.0 if constant is None else abs(softmax_scale) * largest(constant)
-    bound = attention_bound(expected_out, torch_out, case.dtype, max_logit, largest(value))
+    max_logit = (max_query * max_key + max_constant) * abs(softmax_scale)
+    bound = attention_bound(expected_out, torch_out, case.dtype, max_logit, max_value)
     what = f"{case} {sorted(extras)}"
     assert out.dtype == case.dtype and out.is_contiguous(), what
     assert lse.dtype == torch.float32 and lse.is_contiguous(), what
     assert_close(out, expected_out, bound, f"{what}, out")
     assert_same(lse.cpu() == -torch.inf, expected_lse == -torch.inf, f"{what}, rows that attend to nothing")
-    if case.formats[0].is_integer:
-        # Kernels take the zero out of a logit's sum. In low precision without a softcap, PyTorch's error hides that.
-        terms = max_logit_terms(query if coded_query is None else coded_query, key, abs(softmax_scale))
-        max_logit = max(max_logit, terms)
+    # Kernels take the zero out of a logit's sum. In low precision without a softcap, PyTorch's error hides that.
+    max_logit = max(max_logit, max_terms)
     assert_close(lse, expected_lse, lse_bound(expected_lse, torch_lse, max_logit), f"{what}, lse")
     return out, lse
+
+
+def runs_of_queries(case: Case, planes: tuple[Planes, Planes]) -> list[tuple[slice, int]]:
+    """Queries in a row whose windows have the same tokens, and how many of the case's tokens are behind them."""
+
+    def windows(i: int) -> list[Tensor]:
+        held = {"lengths": case.lengths_tensor(), "starts": case.starts_tensor(), "num_behind": case.q_len - 1 - i}
+        return [
+            reference.dense_tokens(made, kv_format, **held, **case.windows)[0]
+            for made, kv_format in zip(planes, case.formats, strict=True)
+        ]
+
+    every = [windows(i) for i in range(case.q_len)]
+    firsts = [i for i in range(case.q_len) if i == 0 or not all(map(torch.equal, every[i - 1], every[i]))]
+    ends = [*firsts[1:], case.q_len]
+    return [(slice(first, end), case.q_len - end) for first, end in zip(firsts, ends, strict=True)]
 
 
 def largest(x: Tensor) -> float:

@@ -68,30 +68,38 @@ def spoiled(case: Case, device: str = "cpu") -> list[Planes]:
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-def row_by_hand(token: int, length: int, start: int, is_block: bool, window: tuple[int, int], slack: int) -> int | None:
-    """The row of a tail from which attention reads a token, `None` where it does not."""
+def row_by_hand(
+    token: int, length: int, start: int, is_block: bool, window: tuple[int, int], slack: int, num_behind: int = 0
+) -> int | None:
+    """The row of a tail from which a query reads a token, `None` where it does not."""
     sink_length, residual_length = window
     if start <= token < start + sink_length:
         return token - start
-    begin, ring = max(0, length - residual_length), residual_length + slack
+    begin, ring = max(0, length - num_behind - residual_length), residual_length + slack if residual_length else 0
     if is_block:
         begin, ring = begin - begin % 128, math.ceil((residual_length + slack) / 32) * 32 + 128
-    return sink_length + token % ring if token >= begin else None
+        kept = max(0, length - ring + 128) // 128 * 128
+    else:
+        kept = length - ring
+    return sink_length + token % ring if token >= max(begin, kept) else None
 
 
+@pytest.mark.parametrize("num_behind", [0, 1, 20, 64, 200])
 @pytest.mark.parametrize("slack", [0, 64, 130])
 @windows
 @pytest.mark.parametrize("kv_format", [BLOCKS, INT4], ids=name_of)
-def test_tokens_and_rows(kv_format: KVFormat, window: tuple[int, int], slack: int) -> None:
+def test_tokens_and_rows(kv_format: KVFormat, window: tuple[int, int], slack: int, num_behind: int) -> None:
     for length, start in itertools.product((0, 1, 4, 7, 128, 129, 255, 256, 300, 511), (0, 3, 250)):
         planes = kv_format.allocate(
             1, 1, 8, 512, dtype=torch.float32, device=torch.device("cpu"), sink_length=window[0],
             residual_length=window[1], slack=slack,
         )  # fmt: skip
         is_dense, row = reference.dense_tokens(
-            planes, kv_format, torch.tensor([length]), torch.tensor([start]), *window
+            planes, kv_format, torch.tensor([length]), torch.tensor([start]), *window, num_behind=num_behind
         )
-        expected = [row_by_hand(token, length, start, kv_format is BLOCKS, window, slack) for token in range(length)]
+        expected = [
+            row_by_hand(token, length, start, kv_format is BLOCKS, window, slack, num_behind) for token in range(length)
+        ]
         assert is_dense[0, :length].tolist() == [each is not None for each in expected]
         assert not is_dense[0, length:].any()
         held = [each for each in expected if each is not None]
@@ -130,6 +138,33 @@ def test_chunks_do_not_matter(kv_format: KVFormat, chunks: tuple[int, ...]) -> N
         assert_same(dense[b][:, is_dense[b]], x[b][:, is_dense[b]], "dense tokens")
         is_seen = torch.arange(300) >= starts[b]
         assert (dense - x)[b][:, is_seen].abs().max() < 0.4
+
+
+@pytest.mark.parametrize("window", [(4, 28), (0, 5), (3, 128), (0, 0)], ids=str)
+@pytest.mark.parametrize("kv_format", [BLOCKS, INT4], ids=name_of)
+def test_a_query_reads_what_it_would_read_alone(kv_format: KVFormat, window: tuple[int, int]) -> None:
+    """Bit for bit, wherever blocks and windows begin, in a tail that has rows for crops."""
+    case = Case(
+        (kv_format, INT4), 16, lengths=(0, 0), capacity=640, sink_length=window[0], residual_length=window[1], slack=64
+    )
+    x, starts = torch.randn(2, 2, 640, 16), torch.tensor([0, 140], dtype=torch.int32)
+    alone, together = spoiled(case)[0], spoiled(case)[0]
+    length = 0
+    for count in (1, 32, 33, 5, 17, 40, 64, 8, 30, 21, 5, 2, 64, 65, 11, 20):
+        seen = []
+        for held in range(length + 1, length + count + 1):
+            lengths = torch.tensor([held, held])
+            reference.append(x[:, :, held - 1 : held], alone, kv_format, lengths, None, starts, **case.windows)
+            dense = reference.dequantize(alone, kv_format, torch.float32, lengths, starts, **case.windows)
+            seen.append(dense[:, :, :held])
+        new, length = x[:, :, length : length + count], length + count
+        lengths = torch.tensor([length, length])
+        reference.append(new, together, kv_format, lengths, None, starts, **case.windows)
+        for i, expected in enumerate(seen):
+            dense = reference.dequantize(
+                together, kv_format, torch.float32, lengths, starts, **case.windows, num_behind=count - 1 - i
+            )
+            assert_same(dense[:, :, : expected.shape[2]], expected, f"query {i} of {count}, {length} tokens")
 
 
 def test_sinks_do_not_widen_the_scales_of_channels() -> None:
@@ -277,7 +312,7 @@ def test_decode_serves_every_length(engine: str, formats: tuple[KVFormat, KVForm
 def test_decode_serves_chunks_splits_and_masks(
     engine: str, formats: tuple[KVFormat, KVFormat], q_len: int, num_q_per_kv: int
 ) -> None:
-    """All queries of a chunk see the same tokens as codes, whatever hides some of them."""
+    """Each query has its own window, whatever hides some of its tokens."""
     index = VARIANTS.index(formats)
     case = Case(
         formats, 64, (torch.float32, torch.bfloat16)[index % 2], num_q_per_kv, q_len, (700, 140, 513), (0, 129, 5),
@@ -295,6 +330,26 @@ def test_decode_serves_chunks_splits_and_masks(
         run_decode(
             engine, case, planes=planes, key_transform=transform, num_splits=(0, 3, 7)[(i + index) % 3], **extras
         )
+
+
+@pytest.mark.parametrize("slack", [0, 3, 64])
+@pytest.mark.parametrize(
+    ("q_len", "num_q_per_kv"), [(2, 1), (3, 4), (4, 2), (2, 8), (5, 4), (11, 4), (32, 1), (32, 2), (20, 8), (32, 8)]
+)
+@variants
+def test_queries_have_windows_of_their_own(
+    engine: str, formats: tuple[KVFormat, KVFormat], q_len: int, num_q_per_kv: int, slack: int
+) -> None:
+    """Also where a block is finished between two queries (413 and 670), and in sequences shorter than the window."""
+    index = VARIANTS.index(formats) + slack
+    case = Case(
+        formats, (64, 128)[index % 2], (torch.bfloat16, torch.float16)[q_len % 2], num_q_per_kv, q_len,
+        (413, 40, q_len, 670, 1000), (0, 5, 0, 130, 999), capacity=1024, sink_length=4, residual_length=28, slack=slack,
+    )  # fmt: skip
+    transform = make_transform("center+rotate", case.head_dim) if formats[0].is_quantized and index % 3 else None
+    planes = filled(case, 0, None, transform), filled(case, 1)
+    for num_splits, extras in ((0, {}), (3, {"sliding_window": 300})):
+        run_decode(engine, case, planes=planes, key_transform=transform, num_splits=num_splits, **extras)
 
 
 @variants

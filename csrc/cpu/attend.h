@@ -8,11 +8,14 @@
 #pragma once
 
 #include <optional>
+#include <utility>
 
 #include "attend_table.h"
 
 namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
+
+constexpr int kMaxInt = INT32_MAX;
 
 // --- query rows ------------------------------------------------------------------------------------------------------
 
@@ -169,6 +172,34 @@ void merge_row(const Row& other, const float* other_out, int value_dim, Row& row
 
 // --- the loop over tiles ---------------------------------------------------------------------------------------------
 
+// Queries of a call have windows of their own, so one may read a token from the tail that another reads as codes.
+// Attention goes through the newest tokens once for each way to read a token; in each pass, a row sees those that it
+// reads in this way. First tokens are dense in every pass. For a single query, passes meet no token twice.
+struct Pass {
+  bool has_dense_keys, has_dense_values;  // of the newest tokens
+};
+constexpr Pass kPasses[] = {{false, false}, {true, false}, {false, true}, {true, true}};
+
+// The first of the newest tokens that a row reads from the tail of keys, and of values.
+struct RowWindow {
+  int keys, values;
+
+  // The tokens of a pass.
+  std::pair<int, int> tokens(const Pass& pass) const {
+    return {max_of(pass.has_dense_keys ? keys : 0, pass.has_dense_values ? values : 0),
+            min_of(pass.has_dense_keys ? kMaxInt : keys, pass.has_dense_values ? kMaxInt : values)};
+  }
+};
+
+RowWindow window_of(const DecodeParams& params, int b, int position) {
+  const auto begin = [&](const Side& side) {
+    return side.tail == nullptr ? kMaxInt
+                                : window_begin(side, max_of(position + 1, 0), params.lengths[b],
+                                               params.residual_length, tail_from_of(params, b));
+  };
+  return {begin(params.key_side), begin(values_of(params))};
+}
+
 // A run of tokens, up to `end`, that attention reads from consecutive rows of the same planes or tails, and that is
 // within one block of granularity channel.
 struct Run {
@@ -178,34 +209,32 @@ struct Run {
   int key_row, value_row, rope_row;  // in the tails, of the first token of the run, if dense
 };
 
-Run run_from(const DecodeParams& params, int b, int token, int end) {
+Run run_from(const DecodeParams& params, const Pass& pass, int b, int token, int end) {
   const Place place = place_of(params, b, token);
   Run run = {end, place.slot, token - place.row, false, false, false, 0, 0, 0};
   const int start = params.starts == nullptr ? 0 : params.starts[b];
   const auto cut = [&run, token](int64_t at) {
     if (token < at && at < run.end) run.end = static_cast<int>(at);
   };
-  const auto look = [&](const Side& side, bool& is_dense, int& row) {
+  const auto look = [&](const Side& side, bool is_recent, bool& is_dense, int& row) {
     if (side.tail == nullptr) return;
-    const int first_of_recent = tail_begin(side, params.lengths[b], params.residual_length, tail_from_of(params, b));
     const bool is_first = is_sink(token, start, params.sink_length);
     cut(start);
     cut(int64_t{start} + params.sink_length);
-    cut(first_of_recent);
-    is_dense = is_first || token >= first_of_recent;
+    is_dense = is_first || is_recent;
     if (!is_dense) return;
     row = tail_row(side, token, start, params.sink_length);
     if (!is_first) cut((int64_t{token} / side.ring + 1) * side.ring);
   };
   const bool is_paged = params.page_table != nullptr;
   if (params.is_ring || is_paged) cut(int64_t{run.offset} + (is_paged ? params.page_rows : params.capacity));
-  look(params.key_side, run.has_dense_keys, run.key_row);
+  look(params.key_side, pass.has_dense_keys, run.has_dense_keys, run.key_row);
   if (params.is_latent) {
     run.has_dense_values = run.has_dense_keys;
     run.value_row = run.key_row;
-    look(params.value_side, run.has_dense_rope, run.rope_row);
+    look(params.value_side, pass.has_dense_keys, run.has_dense_rope, run.rope_row);
   } else {
-    look(params.value_side, run.has_dense_values, run.value_row);
+    look(params.value_side, pass.has_dense_values, run.has_dense_values, run.value_row);
   }
   if (params.key_side.has_channel_scales) cut((int64_t{token} / kBlockSize + 1) * kBlockSize);
   return run;
@@ -272,7 +301,8 @@ int64_t attend_scratch(const DecodeParams& params) {
 void attend(const DecodeParams& params, const AttendTask& task, float* scratch, const Partial& partial) {
   Work work = make_work(params, task, scratch);
   const bool has_blocks = params.key_side.has_channel_scales;
-  Row rows[kMaxRows], dense_rows[kMaxRows];
+  Row seen[kMaxRows], rows[kMaxRows], dense_rows[kMaxRows];  // the first with all tokens that a row sees
+  RowWindow windows[kMaxRows];
   const Side key_codes = has_blocks ? codes_of_blocks(params.key_side) : params.key_side;
   const Side& value_side = values_of(params);
   const Side key_tail = tail_of(params.key_side), value_tail = tail_of(value_side);
@@ -296,7 +326,8 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   if (params.is_latent) rope.emplace(params, task, scratch + make_work(params, task, nullptr).size);
 
   for (int r = 0; r < round_up(task.num_rows, 4); ++r) {  // kernels may compute rows that are not there
-    rows[r] = dense_rows[r] = r < task.num_rows ? make_row(params, task, r) : rows[r - 1];
+    rows[r] = dense_rows[r] = seen[r] = r < task.num_rows ? make_row(params, task, r) : seen[r - 1];
+    windows[r] = r < task.num_rows ? window_of(params, task.b, seen[r].position) : windows[r - 1];
     if (!task.has_queries && r < task.num_rows) load_query(work, rows[r], r);
     if (rope.has_value() && !task.has_queries && r < task.num_rows) load_query(rope->work, rows[r], r);
   }
@@ -308,46 +339,58 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   bool has_dense_sums = false;
   const int tail_slot = tail_slot_of(params, task.b);
 
-  Run run = {task.begin, 0, 0, false, false, false, 0, 0, 0};
-  for (int begin = task.begin, first_of_run = begin, scaled_block = -1, end; begin < task.end; begin = end) {
-    if (begin == run.end) {
-      run = run_from(params, task.b, begin, task.end);
-      first_of_run = begin;
-      scaled_block = -1;  // blocks of other pages have the same number
-    }
-    end = min_of(begin + kTile, run.end);
-    const int count = end - begin, first = begin - run.offset, from_run = begin - first_of_run;
-    work.slot = run.has_dense_keys ? tail_slot : run.slot;
-    if (run.has_dense_keys) {
-      dense_keys.kernel->score(work, dense_keys, run.key_row + from_run, count);
-    } else {
-      if (has_blocks && scaled_block != first / kBlockSize) {
-        scaled_block = first / kBlockSize;
-        scale_queries(work, scaled_block);
-        if (keys.kernel->prepare != nullptr) keys.kernel->prepare(work, keys);
+  const auto attend_to = [&](const Pass& pass, int first_token, int last_token) {
+    Run run = {first_token, 0, 0, false, false, false, 0, 0, 0};
+    for (int begin = first_token, first_of_run = begin, scaled_block = -1, end; begin < last_token; begin = end) {
+      if (begin == run.end) {
+        run = run_from(params, pass, task.b, begin, last_token);
+        first_of_run = begin;
+        scaled_block = -1;  // blocks of other pages have the same number
       }
-      keys.kernel->score(work, keys, first, count);
+      end = min_of(begin + kTile, run.end);
+      const int count = end - begin, first = begin - run.offset, from_run = begin - first_of_run;
+      work.slot = run.has_dense_keys ? tail_slot : run.slot;
+      if (run.has_dense_keys) {
+        dense_keys.kernel->score(work, dense_keys, run.key_row + from_run, count);
+      } else {
+        if (has_blocks && scaled_block != first / kBlockSize) {
+          scaled_block = first / kBlockSize;
+          scale_queries(work, scaled_block);
+          if (keys.kernel->prepare != nullptr) keys.kernel->prepare(work, keys);
+        }
+        keys.kernel->score(work, keys, first, count);
+      }
+      if (rope.has_value()) {
+        rope->add_scores(run, run.has_dense_rope ? tail_slot : run.slot, first, from_run, count, work.factors,
+                         work.scores);
+      }
+      work.slot = run.has_dense_values ? tail_slot : run.slot;
+      const bool is_flawed = !run.has_dense_values && restore != nullptr &&
+                             !load_scales(values.side, work.slot, task.kv_head, first, count, work.value_scale,
+                                          work.value_zero, /*is_centered=*/false);
+      const Values& target = run.has_dense_values ? dense_values : is_flawed ? flawed_values : values;
+      if (target.rows == dense_rows && !has_dense_sums) {
+        has_dense_sums = true;
+        std::memset(work.dense_out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.value_stride);
+      }
+      const float* constants = has_blocks ? work.block_constants : work.constants;
+      for (int r = 0; r < task.num_rows; ++r) {
+        softmax_row(params, target.rows[r], work.factors[r], run.has_dense_keys ? 0.0f : constants[r], begin, count,
+                    work.scores + r * kTile);
+      }
+      const int row = run.has_dense_values ? run.value_row + from_run : first;
+      if (is_flawed || !target.kernel->add(work, target, begin, row, count)) add_tile(work, target, begin, row, count);
     }
-    if (rope.has_value()) {
-      rope->add_scores(run, run.has_dense_rope ? tail_slot : run.slot, first, from_run, count, work.factors,
-                       work.scores);
+  };
+  for (const Pass& pass : kPasses) {
+    int first_token = kMaxInt, last_token = 0;
+    for (int r = 0; r < round_up(task.num_rows, 4); ++r) {
+      const auto [from, until] = windows[r].tokens(pass);
+      rows[r].begin = dense_rows[r].begin = max_of(seen[r].begin, from);
+      rows[r].end = dense_rows[r].end = min_of(seen[r].end, until);
+      first_token = min_of(first_token, from), last_token = max_of(last_token, until);
     }
-    work.slot = run.has_dense_values ? tail_slot : run.slot;
-    const bool is_flawed = !run.has_dense_values && restore != nullptr &&
-                           !load_scales(values.side, work.slot, task.kv_head, first, count, work.value_scale,
-                                        work.value_zero, /*is_centered=*/false);
-    const Values& target = run.has_dense_values ? dense_values : is_flawed ? flawed_values : values;
-    if (target.rows == dense_rows && !has_dense_sums) {
-      has_dense_sums = true;
-      std::memset(work.dense_out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.value_stride);
-    }
-    const float* constants = has_blocks ? work.block_constants : work.constants;
-    for (int r = 0; r < task.num_rows; ++r) {
-      softmax_row(params, target.rows[r], work.factors[r], run.has_dense_keys ? 0.0f : constants[r], begin, count,
-                  work.scores + r * kTile);
-    }
-    const int row = run.has_dense_values ? run.value_row + from_run : first;
-    if (is_flawed || !target.kernel->add(work, target, begin, row, count)) add_tile(work, target, begin, row, count);
+    attend_to(pass, max_of(first_token, task.begin), min_of(last_token, task.end));
   }
 
   const int value_dim = value_side.head_dim;

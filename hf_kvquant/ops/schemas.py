@@ -159,26 +159,63 @@ def _append_reference(arguments: Arguments, cache: _Cache) -> None:
         )
 
 
+def _runs_of_queries(arguments: Arguments, cache: _Cache) -> Iterator[tuple[slice, int]]:
+    """Queries in a row that read the same tokens from the tails, and how many of the call's tokens are behind them."""
+    q_len, windows = arguments["query"].shape[2], cache.layout.windows
+
+    def begins(num_behind: int) -> list[Tensor]:
+        held = {"lengths": arguments["lengths"], "tail_from": cache.tail_from, "num_behind": num_behind, **windows}
+        return [
+            reference.window_begin(planes.tail, kv_format, **held)
+            for planes, kv_format in zip(cache.planes, cache.layout.formats, strict=True)
+            if planes.tail is not None
+        ]
+
+    first, known = 0, begins(q_len - 1)
+    for i in range(1, q_len if known else 1):
+        found = begins(q_len - 1 - i)
+        if not all(map(torch.equal, known, found)):
+            yield slice(first, i), q_len - i
+            first, known = i, found
+    yield slice(first, q_len), 0
+
+
+def _by_runs(
+    arguments: Arguments, cache: _Cache, attend: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Attention of all queries. `attend` gets some of them, the lengths up to these, and how many tokens are behind."""
+    parts = [
+        attend(arguments["query"][:, :, queries], arguments["lengths"] - num_behind, num_behind)
+        for queries, num_behind in _runs_of_queries(arguments, cache)
+    ]
+    outs, sums = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(sums, dim=2)
+
+
 def _decode_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tensor]:
     layout, planes, lengths = cache.layout, cache.planes, arguments["lengths"]
     position = reference.ring_positions(lengths, planes[0].codes.shape[2]) if layout.is_ring else None
     held = {"lengths": lengths, "starts": arguments["starts"], "position": position, **layout.windows}
     held["tail_from"] = cache.tail_from
     names = ("starts", "sinks", "alibi_slopes", "softmax_scale", "softcap", "sliding_window")
-    key, value = (
-        reference.dequantize(side, kv_format, torch.float32, **held)
-        for side, kv_format in zip(planes, layout.formats, strict=True)
-    )
-    return reference.decode_attention(
-        arguments["query"],
-        key,
-        value,
-        lengths,
-        **{name: arguments[name] for name in names},
-        key_transform=cache.key_transform,
-        is_dense=reference.dense_tokens(planes[0], layout.key, **held)[0],
-        key_position=position,
-    )
+
+    def attend(query: Tensor, seen: Tensor, num_behind: int) -> tuple[Tensor, Tensor]:
+        key, value = (
+            reference.dequantize(side, kv_format, torch.float32, **held, num_behind=num_behind)
+            for side, kv_format in zip(planes, layout.formats, strict=True)
+        )
+        return reference.decode_attention(
+            query,
+            key,
+            value,
+            seen,
+            **{name: arguments[name] for name in names},
+            key_transform=cache.key_transform,
+            is_dense=reference.dense_tokens(planes[0], layout.key, **held, num_behind=num_behind)[0],
+            key_position=position,
+        )
+
+    return _by_runs(arguments, cache, attend)
 
 
 def _attend_chunk_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tensor]:
@@ -207,18 +244,26 @@ def _attend_chunk_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor
 def _attend_latent_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tensor]:
     layout, lengths = cache.layout, arguments["lengths"]
     held = {"lengths": lengths, "starts": arguments["starts"], **layout.windows, "tail_from": cache.tail_from}
-    latent, rope = (
-        reference.dequantize(planes, kv_format, torch.float32, key_transform=transform, **held)
-        for planes, kv_format, transform in zip(cache.planes, layout.formats, (cache.key_transform, None), strict=True)
-    )
-    return reference.decode_attention(
-        arguments["query"],
-        torch.cat((latent, rope), dim=-1),
-        latent,
-        lengths,
-        softmax_scale=arguments["softmax_scale"],
-        starts=arguments["starts"],
-    )
+
+    def attend(query: Tensor, seen: Tensor, num_behind: int) -> tuple[Tensor, Tensor]:
+        latent, rope = (
+            reference.dequantize(
+                planes, kv_format, torch.float32, key_transform=transform, **held, num_behind=num_behind
+            )
+            for planes, kv_format, transform in zip(
+                cache.planes, layout.formats, (cache.key_transform, None), strict=True
+            )
+        )
+        return reference.decode_attention(
+            query,
+            torch.cat((latent, rope), dim=-1),
+            latent,
+            seen,
+            softmax_scale=arguments["softmax_scale"],
+            starts=arguments["starts"],
+        )
+
+    return _by_runs(arguments, cache, attend)
 
 
 def dequantize_reference(

@@ -16,8 +16,8 @@ finite value: scale and zero become NaN and the codes 0. Queries that attend to 
 affected. Bits of codes are in `codes.py`, layouts in `formats.py`, allocation is in `storage/`.
 
 Dense windows: the first `sink_length` tokens that are not padding and the last `residual_length` tokens are kept dense,
-in the tail, and attention reads them there. The window is placed after the whole chunk is appended, so all queries of a
-chunk see the same tokens as codes. Every token gets codes at once, so nothing happens when it leaves the window.
+in the tail, and attention reads them there. Every query has the window that it would have alone, as far as newer tokens
+have left its rows (`window_begin`). Every token gets codes at once, so nothing happens when it leaves the window.
 The tail may have room for more of the newest tokens than the window: a crop finds them there. A sequence that took over
 the pages of another has in its tail a copy of the sinks, and of the newest tokens only its own, those from `tail_from`
 on. It reads all others as codes.
@@ -270,8 +270,9 @@ def dense_tokens(
     residual_length: int = 0,
     position: Tensor | None = None,
     tail_from: Tensor | None = None,
+    num_behind: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens are in the tail, and in which row.
+    """Which tokens a query reads from the tail, and from which row.
 
     Args:
         planes: With or without a tail.
@@ -283,9 +284,11 @@ def dense_tokens(
         position: `[batch, tokens]` int64: positions to look up, negative for no token. By default all positions up to
             the capacity.
         tail_from: `[batch]`: tokens before this position are not in the tail, except sinks; `None` for 0.
+        num_behind: How many of the tokens held are behind the query. See `window_begin`.
 
     Returns:
-        is_dense: `[batch, tokens]` bool: whether the token is in the tail. False for padding that has left the window.
+        is_dense: `[batch, tokens]` bool: whether the query reads the token from the tail. False for padding that has
+            left the window.
         row: `[batch, tokens]` int64: its row of the tail; 0 if it is not there.
     """
     if position is None:
@@ -293,11 +296,49 @@ def dense_tokens(
     if planes.tail is None:
         return torch.zeros_like(position, dtype=torch.bool), torch.zeros_like(position)
     is_sink, row = _tail_rows(planes.tail, position, starts, sink_length)
-    newest = kv_format.tail_begin(lengths.long(), residual_length)
-    newest = newest if tail_from is None else newest.maximum(tail_from.long())
+    windows = sink_length, residual_length
+    newest = window_begin(planes.tail, kv_format, lengths, *windows, tail_from, num_behind)
     is_recent = position >= newest.unsqueeze(1)
     is_dense = (is_sink | is_recent) & (position < lengths.unsqueeze(1))
     return is_dense, row.masked_fill(~is_dense, 0)
+
+
+def window_begin(
+    tail: Tensor,
+    kv_format: KVFormat,
+    lengths: Tensor,
+    sink_length: int = 0,
+    residual_length: int = 0,
+    tail_from: Tensor | None = None,
+    num_behind: int = 0,
+) -> Tensor:
+    """The first of the newest tokens that a query reads from the tail: `[batch]` int64.
+
+    A query sees the window that it would see if it came alone, not the window of the last query of its call: so what
+    assisted decoding accepts is what single steps would have made. Rows that newer tokens have taken bound this. A tail
+    has rows for it if it was made for crops (`TAIL_SLACK`).
+
+    Args:
+        tail: Of a side.
+        kv_format: Of that side.
+        lengths: See `dense_tokens`, like the next three.
+        sink_length: Its rows are not for the newest tokens.
+        residual_length: Newest tokens that stay dense.
+        tail_from: The first token that the tail may have.
+        num_behind: How many of the tokens held are behind the query. The tokens from `lengths - num_behind` on, which
+            it does not see, are counted in.
+    """
+    held = lengths.long()
+    begin = kv_format.tail_begin((held - num_behind).clamp(min=0), residual_length)
+    if num_behind:
+        begin = begin.maximum(_first_kept(tail, kv_format, lengths, sink_length))
+    return begin if tail_from is None else begin.maximum(tail_from.long())
+
+
+def _first_kept(tail: Tensor, kv_format: KVFormat, lengths: Tensor, sink_length: int) -> Tensor:
+    """The first of the newest tokens that have rows in a tail: `[batch]` int64."""
+    num_kept = tail.shape[2] - sink_length - (kv_format.block_size or 0)
+    return kv_format.tail_begin(lengths.long(), num_kept)
 
 
 def _tail_rows(tail: Tensor, position: Tensor, starts: Tensor | None, sink_length: int) -> tuple[Tensor, Tensor]:
@@ -319,6 +360,7 @@ def dequantize(
     key_transform: KeyTransform | None = None,
     position: Tensor | None = None,
     tail_from: Tensor | None = None,
+    num_behind: int = 0,
     keeps_transform: bool = False,
 ) -> Tensor:
     """Dequantise: `code · scale + zero` in float32, rounded to `dtype`. Dense tokens are taken from the tail.
@@ -334,6 +376,7 @@ def dequantize(
         key_transform: The transform of the coded keys, which is undone; `None` undoes nothing.
         position: `[batch, tokens]` int64: position of each row in the sequence. By default the row's index.
         tail_from: See `dense_tokens`.
+        num_behind: See `dense_tokens`.
         keeps_transform: Whether `key_transform` is not undone, and dense keys get it, too.
 
     Returns:
@@ -357,7 +400,7 @@ def dequantize(
     if planes.tail is None or lengths is None:
         return x.to(dtype)
     windows = sink_length, residual_length
-    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, *windows, position, tail_from)
+    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, *windows, position, tail_from, num_behind)
     tail = planes.tail
     if keeps_transform and key_transform is not None:
         tail = transform_key(tail, key_transform)
@@ -469,9 +512,8 @@ def append(
     q_len = x.shape[2]
     position = (lengths.long() - q_len).unsqueeze(1) + torch.arange(q_len, device=x.device)  # [batch, q_len]
     is_sink, row = _tail_rows(planes.tail, position, starts, sink_length)
-    # Beyond what attention reads, the tail may have rows for a crop.
-    num_kept = planes.tail.shape[2] - sink_length - (kv_format.block_size or 0)
-    is_kept = is_sink | (position >= kv_format.tail_begin(lengths.long(), num_kept).unsqueeze(1))
+    # Beyond what the newest query reads, the tail may have rows for older queries and for a crop.
+    is_kept = is_sink | (position >= _first_kept(planes.tail, kv_format, lengths, sink_length).unsqueeze(1))
     for b in range(x.shape[0]):
         planes.tail[b][:, row[b, is_kept[b]]] = x[b][:, is_kept[b]].to(planes.tail.dtype)
 

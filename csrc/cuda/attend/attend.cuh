@@ -169,12 +169,17 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (!segment.has_rounds() && !held.is_own && !closes_block) return;
   const int first_step = segment.first_step + warp;
   const int held_step = held.is_own || closes_block ? min(held.first_step, segment.last_step) : segment.last_step;
-  const int first_of_tail =
-      Shape::kIsBlocked
-          ? tail_begin(params.key_side, bounds.num_tokens(plan), params.residual_length, bounds.tail_from)
-          : span.end;
+  // Of keys in blocks: the first token that some query reads from the tail, and the first that all do.
+  const int first_row = segment.row_tile * Shape::kRows;
+  const int last_row = min(first_row + Shape::kRows, plan.rows.num_rows) - 1;
+  const auto key_window = [&](int row) {
+    const int num_seen = max(span.first_position + plan.rows.token(row) + 1, 0);
+    return window_begin(params.key_side, num_seen, bounds.num_tokens(plan), params.residual_length, bounds.tail_from);
+  };
+  const int first_of_tail = Shape::kIsBlocked ? key_window(first_row) : span.end;
+  const int end_of_codes = Shape::kIsBlocked ? key_window(last_row) : span.end;
   if (first_step != likely_step) pipeline.seek(plan, segment, first_step);
-  pipeline.bound(params, plan, segment, span.begin, span.end, min(first_of_tail, span.end));
+  pipeline.bound(params, plan, segment, span.begin, span.end, min(end_of_codes, span.end));
   if constexpr (Shape::kIsBlocked) {
     Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
@@ -224,7 +229,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
 
   // --- during the copies: load a tile of dense tokens, and prepare the query
   std::conditional_t<Shape::kIsPlain, bool, DenseTile<Shape>> tile;
-  const DenseTokens dense_tokens(params, plan, bounds);
+  const DenseTokens dense_tokens(params, plan, bounds, span);
   int first_dense = first_tile(plan, segment, warp) * kTailTileTokens;
   const auto has_tile = [&] { return has_dense_tokens && first_dense < dense_tokens.count; };
   const auto load_tile = [&] {
@@ -247,9 +252,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   });
 
   // All rows attend to the tokens from `all_from` to `all_until` - 1.
-  const int first_row = segment.row_tile * Shape::kRows;
-  const int last_row = min(first_row + Shape::kRows, plan.rows.num_rows) - 1;
-  const int all_until = min(span.end, span.first_position + plan.rows.token(first_row) + 1);
+  const int all_until = min(min(span.end, span.dense_from), span.first_position + plan.rows.token(first_row) + 1);
   const int all_from =
       params.sliding_window > 0
           ? max(span.begin, span.first_position + plan.rows.token(last_row) - params.sliding_window + 1)
@@ -277,7 +280,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   }
   const int of_tail = Shape::kIsBlocked ? tail_slot<Shape::kIsPaged>(plan, segment.b) : 0;
   attention.load(params, planes, memory + plan.plain_query_at, factors, query_sums,
-                 first_of_tail / Pipeline::kStepTokens, of_tail, lane);
+                 first_of_tail, end_of_codes, of_tail, lane);
   const unsigned char* before = stages;
   stage = 0;
   for (int step = first_step; step < segment.last_step; step += stride) {

@@ -8,7 +8,8 @@
 //
 // Tokens of the unfinished block have no codes: their keys are dense in the tail and are read from there, for the query
 // as it came. They take at most four steps, so each warp has at most one of these, its last. (Where values are dense
-// too, in a window of the newest tokens, the block ends before that window: tails.cuh.)
+// too, in a window of the newest tokens, the block ends before that window: tails.cuh.) Where a block was finished
+// between two queries of a call, those before read it from the tail and those behind as codes: its steps do both.
 //
 // Tried and no faster (H200, 2026-11). The query is scaled for the 32 tokens of each step, though a block has 128: 72 of
 // 519 instructions, and instructions limit these kernels.
@@ -50,12 +51,13 @@ class Blocks {
     });
   }
 
-  // `plain_query`: as write_plain_row leaves it. `tail_step`: the first step of the unfinished block, after the last
-  // step if there is none. `tail_slot` as of the function.
-  __device__ __forceinline__ void load(const unsigned char* planes, const unsigned char* plain_query, int tail_step,
-                                       int tail_slot, int lane) {
+  // `plain_query`: as write_plain_row leaves it. `first_of_tail`: the first token that some query reads from the tail;
+  // `end_of_codes`: the first that all do. Both begin a block. `tail_slot` as of the function.
+  __device__ __forceinline__ void load(const unsigned char* planes, const unsigned char* plain_query,
+                                       int first_of_tail, int end_of_codes, int tail_slot, int lane) {
     g_ = lane >> 2, t_ = lane & 3;
-    plain_query_ = plain_query, tail_step_ = tail_step, tail_slot_ = tail_slot;
+    plain_query_ = plain_query, tail_slot_ = tail_slot;
+    first_of_tail_ = first_of_tail, end_of_codes_ = end_of_codes;
     codes_at_ = matrix_row<Shape::kKeyRowBytes>(lane);
     keep(codes_at_);
     for_all<kColumnTiles>([&](int n) {
@@ -67,23 +69,30 @@ class Blocks {
 
   // Scores of a step, plus `base`. Factors count codes in units of their low nibbles. `constants` belong to query rows.
   // Scores of codes lack them, so they are subtracted from dense scores.
-  __device__ __forceinline__ void score(const DecodeParams& params, const Segment& segment, const float* constants,
-                                        const unsigned char* stage, int step, const float (&factor)[kColumns],
-                                        const float (&base)[kColumns], float (&score)[kTiles][2][kColumns]) const {
-    Sums sum;
-    float scale[kColumns], offset[kColumns];
-    if (step < tail_step_) {
-      multiply_codes(stage, sum, offset);
-      for_all<kColumns>([&](int c) { scale[c] = factor[c], offset[c] = fmaf(offset[c], factor[c], base[c]); });
-    } else {
-      multiply_tail(params, segment, step, sum);
-      for_all<kColumns>([&](int c) {
-        scale[c] = params.softmax_scale * kLog2E, offset[c] = base[c] - constants[Shape::row_of(c, t_)];
-      });
-    }
-    for_all<kColumns>([&](int c) {
+  __device__ __forceinline__ void score(const DecodeParams& params, const Rows& rows, const Segment& segment,
+                                        const Span& span, const float* constants, const unsigned char* stage, int step,
+                                        const float (&factor)[kColumns], const float (&base)[kColumns],
+                                        float (&score)[kTiles][2][kColumns]) const {
+    const auto set = [&](int c, const Sums& sum, float scale, float offset) {
       const int n = c / kColumnsPerTile, k = c % kColumnsPerTile;
-      for_all<kTiles, 2>([&](int i, int h) { score[i][h][c] = fmaf(sum[i][n][2 * h + k], scale[c], offset[c]); });
+      for_all<kTiles, 2>([&](int i, int h) { score[i][h][c] = fmaf(sum[i][n][2 * h + k], scale, offset); });
+    };
+    const int token = step * Pipeline::kStepTokens;
+    const bool has_codes = token < end_of_codes_;
+    if (has_codes) {
+      Sums sum;
+      float constant[kColumns];
+      multiply_codes(stage, sum, constant);
+      for_all<kColumns>([&](int c) { set(c, sum, factor[c], fmaf(constant[c], factor[c], base[c])); });
+    }
+    if (token < first_of_tail_) return;
+    Sums sum;
+    multiply_tail(params, segment, step, sum);
+    for_all<kColumns>([&](int c) {
+      const int row = Shape::row_of(c, t_), query = rows.token(segment.row_tile * Shape::kRows + row);
+      const int newest = max(span.first_position + query + 1 - params.residual_length, 0);
+      if (has_codes && token < newest / kBlockSize * kBlockSize) return;  // codes for this query
+      set(c, sum, params.softmax_scale * kLog2E, base[c] - constants[row]);
     });
   }
 
@@ -158,7 +167,7 @@ class Blocks {
   }
 
   const unsigned char* plain_query_;
-  int g_, t_, tail_step_, tail_slot_;
+  int g_, t_, tail_slot_, first_of_tail_, end_of_codes_;
   uint32_t codes_at_;  // in a stage: of the lane's matrix row
   uint32_t query_[kColumnTiles][kParts][4];
 };

@@ -29,7 +29,7 @@ class PlainAttention {
   }
 
   __device__ __forceinline__ void load(const DecodeParams& params, const unsigned char* planes, const unsigned char*,
-                                       const float*, const float*, int, int, int lane) {
+                                       const float*, const float*, int, int, int, int lane) {
     is_half_ = params.query.dtype == Dtype::fp16, factor_ = params.softmax_scale * kLog2E;
     keys_at_ = plain_matrix_row<Shape::kKeyRowBytes>(lane, lane >> 3 & 1, lane >> 4);
     values_at_ = Pipeline::kValueAt + plain_matrix_row<Shape::kValueRowBytes>(lane, lane >> 4, lane >> 3 & 1);

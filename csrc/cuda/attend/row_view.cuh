@@ -8,7 +8,8 @@ namespace hf_kvquant::cuda {
 
 // `row` is counted over all rows of the unit's head.
 struct RowView {
-  int position, from;  // of its query token, and of the first token in its window
+  int position, from;  // of its query token, and of the first token in its sliding window
+  int dense_from;      // the first of the newest tokens that it reads from the tails
   float slope;         // of ALiBi, in log2 units
 
   __device__ __forceinline__ RowView(const DecodeParams& params, const Rows& rows, const Segment& segment,
@@ -16,6 +17,7 @@ struct RowView {
     const int query_token = rows.token(row);
     position = span.first_position + query_token;
     from = params.sliding_window > 0 ? position - params.sliding_window + 1 : 0;
+    dense_from = max(position + 1 - params.residual_length, span.dense_from);
     const bool has_slope = params.alibi_slopes != nullptr && row < rows.num_rows;
     slope = has_slope ? params.alibi_slopes[segment.h * static_cast<int>(rows.num_q_per_kv.value) +
                                             rows.head(row, query_token)] *
@@ -23,8 +25,9 @@ struct RowView {
                       : 0.f;
   }
 
+  // As codes.
   __device__ __forceinline__ bool sees(const Span& span, int token) const {
-    return token >= span.begin && token < span.end && token <= position && token >= from;
+    return token >= span.begin && token < span.end && token <= position && token >= from && token < dense_from;
   }
 
   // A score after softcap and ALiBi, in log2 units. `constant` is what it lacks of the logit.

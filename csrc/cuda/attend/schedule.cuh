@@ -41,9 +41,10 @@ struct Bounds {
     return min(max(length, 0), plan.max_length);
   }
 
-  // The first of the newest tokens that a dense window has.
-  __device__ __forceinline__ int newest(const DecodePlan& plan, int residual_length) const {
-    return max(num_tokens(plan) - residual_length, tail_from);
+  // The first of the newest tokens that a query reads from both tails, which sees the first `num_seen` tokens:
+  // window_begin of a side whose tokens have scales of their own. The tails have equally many rows for these.
+  __device__ __forceinline__ int newest(const DecodeParams& params, const DecodePlan& plan, int num_seen) const {
+    return max(max(num_seen - params.residual_length, tail_from), num_tokens(plan) - params.value_side.ring);
   }
 };
 
@@ -51,6 +52,9 @@ struct Bounds {
 struct Span {
   int first_position;  // of the call's first query token; may be negative
   int begin, end;      // tokens that any row sees
+  // The first of the newest tokens that the first query reads from the tails, as later ones do from where their windows
+  // begin. INT_MAX without windows.
+  int dense_from = INT32_MAX;
 };
 
 // A thread block's share of one unit: rounds `share`, `share` + num_splits and so on of the sequence.
@@ -138,10 +142,10 @@ __device__ __forceinline__ Held find_held(const DecodeParams& params, const Deco
 }
 
 // Finds the rounds of a thread block and the span of its unit. A unit without tokens has one step, so that a thread
-// block writes its result.
+// block writes its result. `num_copies`: tokens that follow the last one, see `Copies`.
 template <int kStepTokens>
 __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
-                                            Segment& segment) {
+                                            Segment& segment, int num_copies = 0) {
   int first_token = 0, last_token = params.q_len - 1;  // query tokens in the row tile
   if (plan.num_row_tiles > 1) {
     const int first_row = segment.row_tile * plan.rows_per_tile;
@@ -151,6 +155,7 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
   Span span;
   span.first_position = bounds.num_tokens(plan) - params.q_len;
   span.end = span.first_position + last_token + 1;
+  if (num_copies > 0) span.end = bounds.num_tokens(plan) + num_copies;
   span.begin = max(bounds.start, 0);
   if (params.sliding_window > 0) {
     span.begin = max(span.begin, span.first_position + first_token - params.sliding_window + 1);
@@ -158,7 +163,8 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
   if (plan.has_dense_tokens) {
     // Tokens of dense windows follow later (tails.cuh).
     span.begin = max(span.begin, max(bounds.start, 0) + params.sink_length);
-    span.end = min(span.end, bounds.newest(plan, params.residual_length));
+    span.dense_from = bounds.newest(params, plan, span.first_position + first_token + 1);
+    span.end = min(span.end, bounds.newest(params, plan, span.first_position + last_token + 1));
   }
   if (span.begin >= span.end) span.begin = span.end = 0;
   const unsigned last_step = step_of<kStepTokens>(max(span.end - 1, 0));

@@ -15,15 +15,16 @@ namespace hf_kvquant::cuda {
 
 constexpr int kWeightParts = 2;  // 16-bit numbers whose sum is a weight
 
-// The dense tokens of a sequence, numbered in this order: first tokens that have left the window of the newest ones,
-// then that window, padding included.
+// The dense tokens of a sequence, numbered in this order: first tokens that have left the window of the first query,
+// then that window and what later queries see, padding included.
 struct DenseTokens {
   int num_first, start, newest;  // the last two: the first token, and the first one of the window
   int count;
 
-  __device__ __forceinline__ DenseTokens(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds)
+  __device__ __forceinline__ DenseTokens(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
+                                         const Span& span)
       : start(max(bounds.start, 0)) {
-    newest = bounds.newest(plan, params.residual_length);
+    newest = min(span.dense_from, bounds.num_tokens(plan));
     num_first = max(min(start + params.sink_length, newest) - start, 0);
     count = num_first + bounds.num_tokens(plan) - newest;
   }

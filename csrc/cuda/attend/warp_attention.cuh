@@ -48,7 +48,7 @@ class WarpAttention {
   // What the steps need, so after the dense tokens, which need registers, too.
   __device__ __forceinline__ void load(const DecodeParams& params, const unsigned char* planes,
                                        const unsigned char* plain_query, const float* factors, const float* sums,
-                                       int tail_step, int tail_slot, int lane) {
+                                       int first_of_tail, int end_of_codes, int tail_slot, int lane) {
     values_at_ = Pipeline::kValueAt + matrix_row<Shape::kValueRowBytes>(lane);
     keep(values_at_);
     if constexpr (kIsGrouped) {
@@ -57,7 +57,7 @@ class WarpAttention {
       scale_at_ = slot_ * kHalves * 2;
       keep(scale_at_);
       if constexpr (kIsBlocked) {
-        blocks_.load(planes, plain_query, tail_step, tail_slot, lane);
+        blocks_.load(planes, plain_query, first_of_tail, end_of_codes, tail_slot, lane);
       } else {
         key_at_ = RowLayout<Shape::kKeyRowBytes>::offset(slot_, 0, Keys::load_byte(t_, 0));
         keep(key_at_);
@@ -90,7 +90,7 @@ class WarpAttention {
     if constexpr (kIsGrouped) {
       groups_.score(stage, factor_, base, score);
     } else if constexpr (kIsBlocked) {
-      blocks_.score(params, segment, constants, stage, step, factor_, base, score);
+      blocks_.score(params, rows, segment, span, constants, stage, step, factor_, base, score);
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
       load_scales<Shape::kHasKeyZero>(stage + Pipeline::kScalesAt, stage + Pipeline::kKeyZeroAt, scales, zeros);
@@ -177,6 +177,7 @@ class WarpAttention {
     // --- weights. The shift is so far below the maximum that weights of codes, which follow, keep their bits even if
     // these tokens take nearly all of the weight, as first tokens do.
     const int first_row = segment.row_tile * Shape::kRows;
+    const auto is_first = [&](int token) { return token < start + params.sink_length; };
     float weight[kColumns][2];
     int query_token[kColumns];
     for_all<kColumns>([&](int c) {
@@ -189,7 +190,8 @@ class WarpAttention {
       for_all<2>([&](int h) {
         const int token = tile.token[h];
         x[h] = view.logit(params, fmaf(score[n][2 * h + k], params.softmax_scale * kLog2E, -constant), constant, token);
-        is_visible[h] = token >= start && token <= view.position && token >= view.from;
+        is_visible[h] = token >= start && token <= view.position && token >= view.from &&
+                        (token >= view.dense_from || is_first(token));
         if (is_visible[h]) wanted = fmaxf(wanted, x[h]);
       });
 #pragma unroll
@@ -219,7 +221,8 @@ class WarpAttention {
     const auto sees = [&](int query, int token) {
       const int position = span.first_position + query;
       return token >= start && token <= position &&
-             (params.sliding_window == 0 || token > position - params.sliding_window);
+             (params.sliding_window == 0 || token > position - params.sliding_window) &&
+             (token > position - params.residual_length || is_first(token));
     };
     bool is_same = true;
     for_all<2>([&](int h) {

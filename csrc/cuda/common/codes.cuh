@@ -207,18 +207,19 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
   for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale + zero;
 }
 
-// Which tokens of a sequence attention reads from the tail of a side.
+// Which tokens of a sequence a query reads from the tail of a side.
 struct Tail {
   int slot, start, dense_first, begin;  // slot: the index of the tail's first axis
 
-  // `length` and `start` are clamped to what there is room for.
-  __device__ Tail(const CacheParams& params, const Laps& laps, const Side& side, int b, int length, int start)
+  // Of a query that sees `num_seen` tokens of `length`. All numbers are clamped to what there is room for.
+  __device__ Tail(const CacheParams& params, const Laps& laps, const Side& side, int b, int num_seen, int length,
+                  int start)
       : slot(side.tail == nullptr ? 0 : laps.tail_slot(b)),
         start(max(start, 0)),
         dense_first(params.sink_length),
         begin(side.tail == nullptr
                   ? length
-                  : tail_begin(side, length, params.residual_length, laps.tail_from(b, length))) {}
+                  : window_begin(side, num_seen, length, params.residual_length, laps.tail_from(b, length))) {}
 
   __device__ bool has(const Side& side, int token) const {
     return side.tail != nullptr && (token >= begin || is_sink(token, start, dense_first));

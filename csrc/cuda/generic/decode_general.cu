@@ -140,8 +140,18 @@ __device__ void merge_workers(const DecodeParams& params, const State<kRows>& st
   }
 }
 
+// The first of the newest tokens that a query reads from the tail of a side; INT_MAX if that has none. `num_seen` tokens
+// of `length` are up to the query.
+__device__ int window_of(const DecodeParams& params, const Laps& laps, const Side& side, int b, int num_seen,
+                         int length) {
+  if (side.tail == nullptr) return INT32_MAX;
+  return window_begin(side, max(num_seen, 0), length, params.residual_length, laps.tail_from(b, length));
+}
+
 // Tails take registers, above all for the untransformed query that multiplies their keys. The same instantiation serves
-// rings and pages, so that other calls need not look up the rows of tokens.
+// rings and pages, so that other calls need not look up the rows of tokens. With tails, there is one pass over tokens
+// for each way to read keys and values, since queries have windows of their own: a query adds a token in the pass that
+// reads it as the query does.
 template <int kRows, bool kHasTails>
 __global__ void __launch_bounds__(kNumThreads)
     attend(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker, Laps laps,
@@ -156,8 +166,6 @@ __global__ void __launch_bounds__(kNumThreads)
   int begin = max(start, 0);
   if (params.sliding_window > 0) begin = max(begin, first_position - params.sliding_window + 1);
 
-  const Tail key_tail(params, laps, params.key_side, place.b, length, start);
-  const Tail value_tail(params, laps, params.value_side, place.b, length, start);
   const int64_t num_tokens = max(length - begin, 0);
   const int64_t tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
   const int64_t split_begin = begin + split * tokens_per_split;
@@ -170,11 +178,15 @@ __global__ void __launch_bounds__(kNumThreads)
   const int num_rows = min(kRows, num_q_per_kv * params.q_len - tile * kRows);
 
   float query[kRows][kChunk] = {}, slope[kRows] = {}, constant[kRows] = {};
-  int position[kRows];
+  int position[kRows], key_from[kHasTails ? kRows : 1], value_from[kHasTails ? kRows : 1];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = tile * kRows + r, head = h * num_q_per_kv + row / params.q_len, i = row % params.q_len;
     position[r] = r < num_rows ? first_position + i : -1;
+    if constexpr (kHasTails) {
+      key_from[r] = window_of(params, laps, params.key_side, place.b, position[r] + 1, length);
+      value_from[r] = window_of(params, laps, params.value_side, place.b, position[r] + 1, length);
+    }
     if (r >= num_rows) continue;
     if (params.alibi_slopes != nullptr) slope[r] = params.alibi_slopes[head];
     if (!has_key) continue;
@@ -201,41 +213,63 @@ __global__ void __launch_bounds__(kNumThreads)
 
   // --- tokens
   State<kRows> state;
-  // All lanes of a warp take the same number of iterations, since they shuffle together.
+#pragma unroll 1
+  for (int pass = 0; pass < (kHasTails ? 4 : 1); ++pass) {
+    const bool reads_keys_of_tail = pass % 2 > 0, reads_values_of_tail = pass / 2 > 0;
+    // The tokens of each row in this pass, and of any.
+    int from[kHasTails ? kRows : 1], until[kHasTails ? kRows : 1];
+    int64_t first_token = split_begin, end = split_end;
+    if constexpr (kHasTails) {
+      int least = INT32_MAX, most = 0;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        from[r] = max(reads_keys_of_tail ? key_from[r] : 0, reads_values_of_tail ? value_from[r] : 0);
+        until[r] = min(reads_keys_of_tail ? INT32_MAX : key_from[r], reads_values_of_tail ? INT32_MAX : value_from[r]);
+        if (r < num_rows) least = min(least, from[r]), most = max(most, until[r]);
+      }
+      first_token = max(first_token, int64_t{least}), end = min(end, int64_t{most});
+    }
+    // All lanes of a warp take the same number of iterations, since they shuffle together.
 #pragma unroll 2
-  for (int64_t base = split_begin; base < split_end; base += num_workers) {
-    const int64_t t = base + worker;
-    const bool is_in_range = t < split_end;
-    float key[kChunk] = {}, value[kChunk] = {};
-    const auto load = [&](const Side& side, const Tail& tail, float (&x)[kChunk]) {
-      if (kHasTails && tail.has(side, static_cast<int>(t))) {
-        tail.load(side, h, static_cast<int>(t), c, x);
-      } else {
-        const int token = static_cast<int>(t);
-        load_channels(side, kHasTails ? laps.slot(b, token) : b, h, kHasTails ? laps.row(token) : t, c, x);
-      }
-    };
-    if (is_in_range && has_key) load(params.key_side, key_tail, key);
-    if (is_in_range && has_value) load(params.value_side, value_tail, value);
-    const bool is_plain_key = kHasTails && key_tail.has(params.key_side, static_cast<int>(t));
+    for (int64_t base = first_token; base < end; base += num_workers) {
+      const int64_t t = base + worker;
+      const int token = static_cast<int>(t);
+      const bool is_in_range = t < end, is_first = kHasTails && is_sink(token, max(start, 0), params.sink_length);
+      float key[kChunk] = {}, value[kChunk] = {};
+      const auto is_dense = [&](const Side& side, bool reads_tail) {
+        return kHasTails && side.tail != nullptr && (reads_tail || is_first);
+      };
+      const auto load = [&](const Side& side, bool reads_tail, float (&x)[kChunk]) {
+        if (is_dense(side, reads_tail)) {
+          const int64_t row = tail_row(side, token, max(start, 0), params.sink_length);
+          const int64_t at = laps.tail_slot(b) * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t;
+          load_values(side.tail, side.tail_dtype, at + c, x);
+        } else {
+          load_channels(side, kHasTails ? laps.slot(b, token) : b, h, kHasTails ? laps.row(token) : t, c, x);
+        }
+      };
+      if (is_in_range && has_key) load(params.key_side, reads_keys_of_tail, key);
+      if (is_in_range && has_value) load(params.value_side, reads_values_of_tail, value);
+      const bool is_plain_key = is_dense(params.key_side, reads_keys_of_tail);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float logit = 0.f;
+      for (int r = 0; r < kRows; ++r) {
+        float logit = 0.f;
 #pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        const float factor = is_plain_key ? plain_query[kHasTails ? r : 0][k] : query[r][k];
-        logit += factor * key[k];
+        for (int k = 0; k < kChunk; ++k) {
+          const float factor = is_plain_key ? plain_query[kHasTails ? r : 0][k] : query[r][k];
+          logit += factor * key[k];
+        }
+        for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
+          logit += __shfl_xor_sync(kAllLanes, logit, distance);
+        }
+        // Tokens that a query must not see are skipped, not multiplied by 0: they may be NaN.
+        bool is_visible =
+            is_in_range && t <= position[r] && (params.sliding_window == 0 || t > position[r] - params.sliding_window);
+        if constexpr (kHasTails) is_visible = is_visible && t >= from[r] && t < until[r];
+        if (!is_visible) continue;
+        logit = shape_logit(logit + (is_plain_key ? 0.f : constant[r]), params.softcap, slope[r], token - position[r]);
+        state.add(r, logit, value);
       }
-      for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
-        logit += __shfl_xor_sync(kAllLanes, logit, distance);
-      }
-      // Tokens that a query must not see are skipped, not multiplied by 0: they may be NaN.
-      const bool is_visible =
-          is_in_range && t <= position[r] && (params.sliding_window == 0 || t > position[r] - params.sliding_window);
-      if (!is_visible) continue;
-      logit = shape_logit(logit + (is_plain_key ? 0.f : constant[r]), params.softcap, slope[r],
-                          static_cast<int>(t) - position[r]);
-      state.add(r, logit, value);
     }
   }
 

@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kNumWarps* kLanes, kMinCtas)
   }
   if (side.tail == nullptr) return;
   // Dense tokens, over what their codes gave.
-  const Tail tail(params, laps, side, b, length, params.starts == nullptr ? 0 : min(params.starts[b], max_length));
+  const int start = params.starts == nullptr ? 0 : min(params.starts[b], max_length);
+  const Tail tail(params, laps, side, b, length, length, start);
 #pragma unroll 1
   for (int r = 0; r < kTokens; ++r) {
     const int i = first + r * rows, position = params.begin + i;

@@ -463,13 +463,14 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
     const int position = first_token + tile * kLatentTokens + token;
     const int tile_begin = first_token + tile * kLatentTokens;
     const bool is_plain =
-        tile_begin >= tokens.begin && tile_begin + kLatentTokens <= min(tokens.end, tokens.first_query + 1);
+        tile_begin >= tokens.begin &&
+        tile_begin + kLatentTokens <= min(min(tokens.end, tokens.dense_from), tokens.first_query + 1);
     uint32_t hidden = 0;  // bit 4 n + i
     if (!is_plain) {
       for_all<kColumnTiles, 4>([&](int n, int i) {
         const int row = row_tile * kRows + 8 * n + 2 * t + i % 2, at = position + i / 2 * 8;
-        const int last = tokens.first_query + plan.rows.token(row);
-        if (at < tokens.begin || at >= tokens.end || at > last) hidden |= 1u << (4 * n + i);
+        const int query = plan.rows.token(row), until = min(tokens.end, tokens.window(params, query));
+        if (at < tokens.begin || at >= until || at > tokens.first_query + query) hidden |= 1u << (4 * n + i);
       });
       for_all<kColumnTiles, 4>([&](int n, int i) {
         if (hidden >> (4 * n + i) & 1) score[n][i] = -INFINITY;

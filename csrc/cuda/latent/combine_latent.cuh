@@ -119,7 +119,7 @@ struct DenseTokens {
     const int end = min(tokens.length, tokens.first_query + token + 1);
     start = tokens.start;
     num_sinks = side.tail == nullptr ? 0 : max(min(params.sink_length, end - tokens.start), 0);
-    newest = side.tail == nullptr ? end : max(tokens.end, tokens.start + num_sinks);
+    newest = side.tail == nullptr ? end : max(tokens.window(params, token), tokens.start + num_sinks);
     num = num_sinks + max(end - newest, 0);
     first_row = side.tail == nullptr || side.ring == 0 ? 0 : newest % side.ring;
   }

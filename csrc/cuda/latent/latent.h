@@ -41,7 +41,8 @@ struct LatentPlan {
 // The tokens of a sequence that a call reads as codes, and those that it reads from the tails.
 struct LatentTokens {
   int start, length;
-  int begin, end;   // of the codes
+  int begin, end;   // of the codes that any query reads
+  int dense_from;   // the first of the newest tokens that the first query reads from the tails
   int first_query;  // position of the first query token
 
 #ifdef __CUDACC__
@@ -50,10 +51,17 @@ struct LatentTokens {
         length(min(max(params.lengths[b], 0), plan.max_length)) {
     const Side& side = params.key_side;
     first_query = length - params.q_len;
-    begin = start, end = length;
+    begin = start, end = length, dense_from = INT32_MAX;
     if (side.tail == nullptr) return;
     begin = start + params.sink_length;
-    end = min(length, tail_begin(side, length, params.residual_length, plan.laps.tail_from(b, length)));
+    const int tail_from = plan.laps.tail_from(b, length);
+    end = min(length, tail_begin(side, length, params.residual_length, tail_from));
+    dense_from = window_begin(side, max(first_query + 1, 0), length, params.residual_length, tail_from);
+  }
+
+  // The same of query token `token`, whose window begins later.
+  __device__ int window(const DecodeParams& params, int token) const {
+    return max(first_query + token + 1 - params.residual_length, dense_from);
   }
 
   __device__ int first_tile() const { return begin / kLatentTileTokens; }

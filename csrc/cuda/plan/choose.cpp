@@ -130,9 +130,10 @@ Scratch scratch_of(const DecodeParams& params, const AttendKernel& kernel) {
   // With a window, tokens that any query sees; they may begin anywhere in a tile.
   const int64_t seen = int64_t{params.sliding_window} - 1 + params.q_len;
   const int64_t of_window = (seen + tile_tokens - 2) / tile_tokens + 1;
-  const int64_t tiles = params.is_ring              ? of_window
-                        : params.sliding_window > 0 ? std::min(whole, of_window)
-                                                    : whole;
+  const int64_t of_tokens = params.is_ring              ? of_window
+                            : params.sliding_window > 0 ? std::min(whole, of_window)
+                                                        : whole;
+  const int64_t tiles = of_tokens + (most_copies(params) + tile_tokens - 1) / tile_tokens;
   const int64_t bytes_of_head = 2 * tiles * kernel.step_tokens * kernel.head_dim * 2;  // keys and values, float16
   return {static_cast<int>(std::min<int64_t>(tiles, INT32_MAX)),
           static_cast<int>(std::min<int64_t>(kMaxScratchBytes / bytes_of_head, INT32_MAX))};

@@ -144,17 +144,33 @@ void check_support(const char* where, const Side& side, int max_head_dim) {
   }
 }
 
+int most_copies(const DecodeParams& params) {
+  if (params.is_chunk || params.q_len == 1) return 0;
+  const Side &keys = params.key_side, &values = params.value_side;
+  const auto most = [&](const Side& side, int step) {
+    if (side.tail == nullptr) return 0;
+    const int num_steps = (params.q_len - 1 + step - 1) / step;
+    return std::min(num_steps * step, side.ring);
+  };
+  const int of_keys = most(keys, keys.has_channel_scales ? kBlockSize : 1);
+  return of_keys + (keys.has_channel_scales || keys.tail == nullptr ? most(values, 1) : 0);
+}
+
 namespace {
 
-// The most tiles of a side that have tokens without codes, wherever these begin: tiles of the tail, and of a chunk.
+// The most tiles of a side that have tokens without codes, wherever these begin: tiles of the tail, of a chunk, and of
+// copies.
 DensePlan dense_plan(const DecodeParams& params, const Side& side, int tile_tokens) {
   const auto most_tiles = [&](int num_tokens) {
     return num_tokens == 0 ? 0 : (num_tokens + tile_tokens - 2) / tile_tokens + 1;
   };
-  const int num_new = params.is_chunk ? params.q_len : 0;
+  const int num_new = params.is_chunk ? params.q_len : most_copies(params);
   if (side.tail == nullptr) return {0, most_tiles(num_new)};
   const int unfinished = side.has_channel_scales ? kBlockSize - 1 : 0;
-  return {most_tiles(params.sink_length), most_tiles(params.residual_length + unfinished + num_new)};
+  // Without copies, the first query has the window of the last one.
+  const int earlier = num_new > 0 && !params.is_chunk ? params.q_len - 1 : 0;
+  const int newest = std::min(params.residual_length + unfinished + earlier, std::max(side.ring, unfinished));
+  return {most_tiles(params.sink_length), most_tiles(newest + num_new)};
 }
 
 // Cuts a call into slices whose tiles fit the scratch: of whole sequences, or else of heads of one sequence, all of

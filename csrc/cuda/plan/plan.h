@@ -26,6 +26,9 @@ struct Scratch {
 
 Scratch scratch_of(const DecodeParams& params, const AttendKernel& kernel);
 
+// The most copies of tokens that a chunk kernel attends to: see `Copies` in sm90/chunk/shape.cuh.
+int most_copies(const DecodeParams& params);
+
 // Whether the extension has code of a chunk kernel for a GPU that it fits.
 bool has_chunk_code(const AttendKernel& kernel, const Device& device);
 

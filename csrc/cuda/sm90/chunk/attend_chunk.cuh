@@ -149,7 +149,9 @@ class Attention {
     const int first = first_row + first_own;
     const bool is_windowed = params.sliding_window > 0;
     const int from = is_windowed ? position(first + kRowsOfWarpgroup - 1) - params.sliding_window + 1 : span.begin;
-    const int until = Shape::kChangesScores ? -1 : min(position(first) + 1, span.end);
+    const Copies& copies = tables.copies;
+    const int once = copies.count() > 0 ? min(copies.key_from, copies.value_from) : copies.num_tokens;
+    const int until = Shape::kChangesScores ? -1 : min(min(position(first) + 1, span.end), once);
     if (thread % kLanes == 0) tables.whole[thread / kLanes] = {max(span.begin, from), until};
     __syncwarp();
     for_all<kParts, kOutputs>([&](int n, int j) { output_[n][j] = 0.f; });
@@ -351,9 +353,33 @@ class Attention {
     for_all<kScores>([&](int j) { scores[j] *= factor[j / 2 % 2]; });
     factor[0] = factor[1] = 1.f;
     if constexpr (Shape::kChangesScores) change(scores, first);
+    if (__builtin_expect(tables_.copies.count() > 0, 0)) {
+      for_all<2>([&](int i) { hide(scores, i, first, from[i]); });
+      return;
+    }
     for_all<kScores>([&](int j) {
       const int i = j / 2 % 2, token = first + j / 4 * 8 + column() + j % 2;
       scores[j] = token >= from[i] && token < until[i] ? scores[j] : -INFINITY;
+    });
+  }
+
+  // The last part of `mask` for row `i` where tokens have copies.
+  __device__ __forceinline__ void hide(float (&scores)[kScores], int i, int first, int from) const {
+    const Copies copies = tables_.copies;
+    const int position = tables_.rows[slot(i)].position;
+    const int start = tables_.start;
+    const CopiesOfQuery query(params_, copies, position);
+    uint32_t seen = 0;  // of the row's scores in their order
+#pragma unroll 1
+    for (int j = 0; j < kScores / 2; ++j) {
+      const int place = first + j / 2 * 8 + column() + j % 2, token = copies.token(place);
+      const bool is_visible = place < copies.end() && token >= from && token <= position &&
+                              query.reads(copies, place, token, is_sink(token, start, params_.sink_length));
+      seen |= static_cast<uint32_t>(is_visible) << j;
+    }
+    for_all<kScores / 2>([&](int j) {
+      float& score = scores[j / 2 * 4 + 2 * i + j % 2];
+      score = (seen >> j & 1) != 0 ? score : -INFINITY;
     });
   }
 
@@ -366,7 +392,7 @@ class Attention {
     }
     for_all<kScores>([&](int j) {
       const auto& row = tables_.rows[slot(j / 2 % 2)];
-      const int token = first + j / 4 * 8 + column() + j % 2;
+      const int token = tables_.copies.token(first + j / 4 * 8 + column() + j % 2);
       scores[j] = fmaf(row.slope, static_cast<float>(token - row.position), scores[j]);
     });
   }
@@ -488,9 +514,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // fill_dense has waited for the launches before it. Who needs its tiles, or writes to its workspace, waits for it.
   if (Shape::kIsStreamed || plan.dense[0].count() + plan.dense[1].count() == 0) wait_for_launch_before();
   const Bounds bounds(params, plan, segment.b);
-  const Span span = find_rounds<Shape::kTileTokens>(params, plan, bounds, segment);
+  const Copies copies(params, plan, bounds, segment.b);
+  const Span span = find_rounds<Shape::kTileTokens>(params, plan, bounds, segment, copies.count());
   if (!segment.has_rounds()) return;
-  if (threadIdx.x == 0) tables.begin = span.begin, tables.end = span.end;
+  if (threadIdx.x == 0) {
+    tables.begin = span.begin, tables.end = span.end, tables.start = max(bounds.start, 0);
+    tables.copies = copies;
+  }
   show_to_products();  // the barriers
   __syncthreads();
 
@@ -548,7 +578,8 @@ __global__ void __launch_bounds__(kCombineThreads)
   segment.b = plan.first_b + blockIdx.z, segment.h = plan.first_h + blockIdx.y;
   segment.row_tile = blockIdx.x / kCombineCtas<Shape>;
   segment.splits = plan.num_splits;
-  find_rounds<Shape::kTileTokens>(params, plan, Bounds(params, plan, segment.b), segment);
+  const Bounds bounds(params, plan, segment.b);
+  find_rounds<Shape::kTileTokens>(params, plan, bounds, segment, Copies(params, plan, bounds, segment.b).count());
   if (segment.num_parts == 1) return;
   const int row = blockIdx.x % kCombineCtas<Shape> * (kCombineThreads / kQuads) + threadIdx.x / kQuads;
   const int c = threadIdx.x % kQuads * 4;

@@ -1,4 +1,4 @@
-// Tiles with tokens that are no codes: tiles of the tail, and of a chunk. They are the same for all row tiles of a
+// Tiles with tokens that are no codes: tiles of the tail, of a chunk, and of copies (shape.cuh). They are the same for all row tiles of a
 // head. So `fill_dense` fills each once, in a launch before, and thread blocks that attend only copy them.
 #pragma once
 
@@ -22,21 +22,28 @@ __device__ __forceinline__ int exponent_of(uint32_t bound, int bits) {
 // 2^exponent.
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
 
-// The tiles of a side with tokens that are no codes: of the first tokens, then of the newest.
+// How many tokens are stored of those that attention is to.
+__device__ __forceinline__ int num_stored_of(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds) {
+  const int num_tokens = bounds.num_tokens(plan);
+  return params.is_chunk ? min(max(bounds.length - params.q_len, 0), num_tokens) : num_tokens;
+}
+
+// The tiles of a side with tokens that are no codes: of the first tokens, then of the newest and of copies.
 template <class Shape>
 struct DenseTiles {
   int first, end_of_first, newest, end;
 
-  // `num_stored` of `num_tokens` tokens are stored.
-  __device__ __forceinline__ DenseTiles(const Side& side, const Tail& tail, int num_stored, int num_tokens) {
+  // `num_stored` tokens are stored.
+  __device__ __forceinline__ DenseTiles(const Side& side, const Tail& tail, int num_stored, const Copies& copies) {
     constexpr int kTileTokens = Shape::kTileTokens;
     const bool has_first = side.tail != nullptr && tail.dense_first > 0;
+    const int end_of_all = min(tail.start + tail.dense_first, copies.num_tokens);
     first = tail.start / kTileTokens;
-    end_of_first = has_first ? (min(tail.start + tail.dense_first, num_tokens) + kTileTokens - 1) / kTileTokens : first;
-    end = (num_tokens + kTileTokens - 1) / kTileTokens;
+    end_of_first = has_first ? (end_of_all + kTileTokens - 1) / kTileTokens : first;
+    end = (copies.end() + kTileTokens - 1) / kTileTokens;
     const int begin = min(tail.begin, num_stored);
     // Thread blocks have a step even where there is no token: such a tile is no dense one, since nobody fills it.
-    newest = begin < num_tokens ? begin / kTileTokens : max(end, 1);
+    newest = begin < copies.end() ? begin / kTileTokens : max(end, 1);
   }
 
   __device__ __forceinline__ bool has(int step) const {
@@ -80,10 +87,12 @@ __device__ __forceinline__ Span whole_span(const DecodeParams& params, const Dec
   return span;
 }
 
-// How many tokens are stored of those that attention is to.
-__device__ __forceinline__ int num_stored_of(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds) {
-  const int num_tokens = bounds.num_tokens(plan);
-  return params.is_chunk ? min(max(bounds.length - params.q_len, 0), num_tokens) : num_tokens;
+// The tail as the first query reads it.
+__device__ __forceinline__ Tail first_tail(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
+                                           const Side& side, int b) {
+  const int num_stored = num_stored_of(params, plan, bounds);
+  const int num_seen = params.is_chunk ? num_stored : max(num_stored - params.q_len + 1, 0);
+  return {params, plan.laps, side, b, num_seen, num_stored, bounds.start};
 }
 
 // The maximum over all threads of the thread block.
@@ -115,9 +124,10 @@ __global__ void __launch_bounds__(kDenseThreads)
   wait_for_launch_before();
   start_launch_behind();
   const Bounds bounds(params, plan, b);
-  const int num_tokens = bounds.num_tokens(plan), num_stored = num_stored_of(params, plan, bounds);
-  const Tail tail(params, plan.laps, side, b, num_stored, bounds.start);
-  const DenseTiles<Shape> tiles(side, tail, num_stored, num_tokens);
+  const int num_stored = num_stored_of(params, plan, bounds);
+  const Tail tail = first_tail(params, plan, bounds, side, b);
+  const Copies copies(params, plan, bounds, b);
+  const DenseTiles<Shape> tiles(side, tail, num_stored, copies);
   const Dense& dense = is_key ? new_tokens.key : new_tokens.value;
   const int step = tiles.step(place, most_first), first = step * Shape::kTileTokens;
   if (step >= tiles.end || !tiles.has(step) || tiles.place(step, most_first) != place) return;
@@ -132,9 +142,9 @@ __global__ void __launch_bounds__(kDenseThreads)
   float x[kItems][kChunk];
   bool is_plain[kItems];
   for_all<kItems>([&](int i) {
-    const int token = first + own + i * kTokens;
-    const bool is_held = c < side.head_dim && token < num_tokens, is_new = is_held && token >= num_stored;
-    is_plain[i] = is_new || (is_held && tail.has(side, token));
+    const int place = first + own + i * kTokens, token = copies.token(place);
+    const bool is_held = c < side.head_dim && place < copies.end(), is_new = is_held && token >= num_stored;
+    is_plain[i] = is_new || (is_held && tail.has(side, token) && !copies.has_codes(place, is_key));
     for_all<kChunk>([&](int k) { x[i][k] = 0.f; });
     if (is_new) {
       const int64_t at = int64_t{b} * dense.stride_b + h * dense.stride_h + (token - num_stored) * dense.stride_t;

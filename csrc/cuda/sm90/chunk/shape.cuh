@@ -53,6 +53,67 @@ struct ChunkShape {
 // 2^kIntegerTileBits. Query rows are brought below 2^kTileBits, too.
 constexpr int kTileBits = 15, kIntegerTileBits = -5;
 
+// Each query has a window of its own, so a token may be dense for one and codes for a later one. A tile is the same for
+// all rows. So such tokens are there as the first query reads them, in their place, and once more as copies behind the
+// last token: those whose values are codes, then those whose keys and values are. Every row attends to one of these. A
+// chunk and a single query have no copies: all queries of a chunk have the window before it.
+struct Copies {
+  int num_tokens;            // before the copies
+  int key_from, value_from;  // the first of the newest tokens that the first query reads from the tails, or INT_MAX
+  int num_values = 0, num_both = 0;
+
+  Copies() = default;
+  __device__ __forceinline__ Copies(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds, int b)
+      : num_tokens(bounds.num_tokens(plan)), key_from(INT32_MAX), value_from(INT32_MAX) {
+    if (params.is_chunk || params.q_len == 1) return;
+    const int tail_from = plan.laps.tail_from(b, num_tokens);
+    const auto window = [&](const Side& side, int num_seen) {
+      if (side.tail == nullptr) return INT32_MAX;
+      return window_begin(side, max(num_seen, 0), num_tokens, params.residual_length, tail_from);
+    };
+    const Side &keys = params.key_side, &values = params.value_side;
+    key_from = window(keys, num_tokens - params.q_len + 1), value_from = window(values, num_tokens - params.q_len + 1);
+    num_both = window(keys, num_tokens) - key_from;
+    // Keys with scales for blocks stay dense for longer than values.
+    if (keys.has_channel_scales || keys.tail == nullptr) num_values = window(values, num_tokens) - value_from;
+  }
+
+  __device__ __forceinline__ int count() const { return num_values + num_both; }
+  __device__ __forceinline__ int end() const { return num_tokens + count(); }
+
+  // The token in a place, which is beyond `num_tokens` like the place where there is none.
+  __device__ __forceinline__ int token(int place) const {
+    const int number = place - num_tokens;
+    if (number < 0 || number >= count()) return place;
+    return number < num_values ? value_from + number : key_from + (number - num_values);
+  }
+  // Whether keys or values in a place are codes although the first query reads that token from the tail.
+  __device__ __forceinline__ bool has_codes(int place, bool is_key) const {
+    return place >= num_tokens + (is_key ? num_values : 0);
+  }
+};
+
+// What a query at a position reads of tokens that are there more than once.
+struct CopiesOfQuery {
+  int key_from, value_from;  // the first of the newest tokens that it reads from the tails
+
+  __device__ __forceinline__ CopiesOfQuery(const DecodeParams& params, const Copies& copies, int position) {
+    const int newest = max(position + 1 - params.residual_length, 0);
+    const bool has_blocks = params.key_side.has_channel_scales;
+    key_from = max(has_blocks ? newest / kBlockSize * kBlockSize : newest, copies.key_from);
+    value_from = max(newest, copies.value_from);
+  }
+
+  // Whether the query reads a token as it is in a place. `is_first`: one of the first tokens, which are always dense.
+  __device__ __forceinline__ bool reads(const Copies& copies, int place, int token, bool is_first) const {
+    const bool has_coded_key = token >= copies.key_from && token < key_from;
+    const bool has_coded_value = token >= copies.value_from && token < value_from;
+    const bool is_copy = place >= copies.num_tokens;
+    if (is_first || !is_copy) return !is_copy && (is_first || !(has_coded_key || has_coded_value));
+    return place < copies.num_tokens + copies.num_values ? has_coded_value && !has_coded_key : has_coded_key;
+  }
+};
+
 // What a tile has besides its numbers, in shared memory and in the workspace.
 struct alignas(16) TileNotes {
   float exponent;
@@ -85,7 +146,9 @@ struct ChunkTables : std::conditional_t<Shape::kIsStreamed, CopyTables<Shape::kM
   Barrier filled[2][Shape::kMostStages], emptied[2][Shape::kMostStages];
   float factors[Shape::kRows], constants[Shape::kRows];  // of the query, see prepare_query
   float2 sums[Shape::kSlots];
-  int begin, end;  // tokens that any row attends to
+  int begin, end;  // tokens that any row attends to, copies included
+  int start;       // the first token that is not padding
+  Copies copies;
   struct Whole {
     int from, until;
   } whole[kConsumers * kWarpgroup / kLanes];  // tokens that all rows of a warp's warpgroup attend to
