@@ -135,18 +135,33 @@ def check(
     new: tuple[Tensor, Tensor] | None,
 ) -> float:
     """The largest error of the newest rows of the last sequence, relative to their largest value."""
-    rows = min(CHECKED_ROWS, query.shape[2])
-    num_stored = length if new is None else length - query.shape[2]
-    held, stored = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (length, num_stored))
-    key, value = (
-        reference.dequantize(made.map(lambda plane: plane[-1:]), kv_format, lengths=stored, **layout.windows)
-        for made, kv_format in zip(planes, layout.formats, strict=True)
-    )
-    if new is not None:
-        key, value = (torch.cat((x[:, :, :num_stored], own[-1:]), 2) for x, own in zip((key, value), new, strict=True))
-    expected, _ = reference.decode_attention(
-        query[-1:, :, -rows:].float(), key, value, held, softmax_scale=query.shape[-1] ** -0.5
-    )
+    q_len = query.shape[2]
+    rows = min(CHECKED_ROWS, q_len)
+    num_stored = length if new is None else length - q_len
+    stored = torch.tensor([num_stored], dtype=torch.int32, device=DEVICE)
+
+    def attend(some: slice, num_behind: int) -> Tensor:
+        key, value = (
+            reference.dequantize(
+                made.map(lambda plane: plane[-1:]), kv_format, lengths=stored, num_behind=num_behind, **layout.windows
+            )
+            for made, kv_format in zip(planes, layout.formats, strict=True)
+        )
+        if new is not None:
+            key, value = (
+                torch.cat((x[:, :, :num_stored], own[-1:]), 2) for x, own in zip((key, value), new, strict=True)
+            )
+        seen = torch.tensor([length - num_behind], dtype=torch.int32, device=DEVICE)
+        return reference.decode_attention(
+            query[-1:, :, some].float(), key, value, seen, softmax_scale=query.shape[-1] ** -0.5
+        )[0]
+
+    # Without a chunk, queries have windows of their own.
+    has_windows = new is None and layout.has_tail
+    parts = [(slice(q_len - rows, q_len), 0)]
+    if has_windows:
+        parts = [(slice(i, i + 1), q_len - 1 - i) for i in range(q_len - rows, q_len)]
+    expected = torch.cat([attend(*part) for part in parts], dim=1)
     error = (out[-1:, -rows:].float() - expected).abs().max() / expected.abs().max()
     return float(error.item())
 

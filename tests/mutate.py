@@ -129,10 +129,16 @@ MUTATIONS = [
             "pages",
         ),
         (
-            "newest if tail_from is None else newest.maximum(tail_from.long())",
-            "newest",
+            "begin if tail_from is None else begin.maximum(tail_from.long())",
+            "begin",
             "tokens that were taken over are read from a tail that lacks them",
             "pages",
+        ),
+        (
+            "begin.maximum(_first_kept(tail, kv_format, lengths, sink_length))",
+            "begin",
+            "a query reads tokens from rows that newer ones have taken",
+            "windows",
         ),
         (
             "is_absent = position >= end",
@@ -1836,6 +1842,18 @@ MUTATIONS = [
             "windows",
         ),
         (
+            "window_begin(side, max_of(position + 1, 0), params.lengths[b],",
+            "window_begin(side, params.lengths[b], params.lengths[b],",
+            "all queries of a step have the window of the last one",
+            "windows assisted_capture",
+        ),
+        (
+            "rows[r].end = dense_rows[r].end = min_of(seen[r].end, until);",
+            "rows[r].end = dense_rows[r].end = seen[r].end;",
+            "a query reads a token as codes and from the tail",
+            "windows",
+        ),
+        (
             "double sum = sink == kInfinity ? 1.0 : std::exp(sink - base);",
             "double sum = std::exp(sink - base);",
             "an infinite sink makes NaN",
@@ -1860,6 +1878,24 @@ MUTATIONS = [
             "",
             "a result without the tokens that had no room looks like any other",
             "compile cuda_decode",
+        ),
+    ),
+    *of(
+        "csrc/cuda/attend/row_view.cuh",
+        (
+            " && token < dense_from",
+            "",
+            "a query reads a token as codes and from the tail",
+            "windows",
+        ),
+    ),
+    *of(
+        "csrc/cuda/sm90/chunk/shape.cuh",
+        (
+            "has_coded_value && !has_coded_key : has_coded_key;",
+            "true : true;",
+            "a query reads a token as codes and from the tail",
+            "windows",
         ),
     ),
     *of(

@@ -19,9 +19,7 @@ from hf_kvquant.graphs import assisted, capture
 from hf_kvquant.state import Captures, notes_on, patch_of
 from hf_kvquant.upstream.releases import cache_of, with_cache
 
-# None of the newest tokens dense: a step that checks proposals finds fewer of them dense than single steps do, so
-# tokens may differ from those without proposals.
-INT8 = {"preset": "int8", "residual_length": 0}
+INT8 = {"preset": "int8"}
 NEW_TOKENS = 40  # so many that some numbers of proposals come three times, and are replayed
 PROMPT = [5, 9, 5, 9, 5, 9, 7, 5, 9]
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what takes the place of graphs")
@@ -83,7 +81,16 @@ def crops_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     "preset, residual_length",
-    [("none", 0), ("int8", 0), ("int8", 12), ("int4-token", 0), ("fp8", 0), ("int4-channel", 0), ("int4-token", 4)],
+    [
+        ("none", 0),
+        ("int8", 0),
+        ("int8", 12),
+        ("int4-token", 0),
+        ("fp8", 0),
+        ("int4-channel", 0),
+        ("int4", 28),
+        ("k8v4", 4),
+    ],
 )
 def test_prompt_lookup(model: Any, preset: str, residual_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"preset": preset, "residual_length": residual_length}
@@ -114,7 +121,7 @@ def test_families(family: str, device: str) -> None:
     + [("int8", "itself")],
 )
 def test_assistants(model: Any, assistant: Any, preset: str, helper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"preset": preset, "residual_length": 0}
+    config = {"preset": preset}
     if helper == "itself":
         # The first forward checks 20 proposals together with the prompt, and so attends to them unquantised: tokens may
         # differ from those without an assistant.

@@ -213,6 +213,17 @@ def test_dense_tokens_are_loaded_in_vectors() -> None:
     assert call.why() == "wanted dense tokens at multiples of 16 bytes, got a remainder of 8 for values"
 
 
+def test_windows_of_several_queries_need_equally_long_tails() -> None:
+    """A query would else read a key from the tail and its value as codes."""
+    for q_len in (1, 2):
+        call = Call(windows={"residual_length": 32}, q_len=q_len)
+        call.change(1, tail=torch.zeros(2, 2, 40, 128, dtype=torch.bfloat16))
+        wanted = "wanted tails of keys and values with room for equally many of the newest tokens, got 32 and 40"
+        assert call.why() == ("" if q_len == 1 else wanted)
+    blocks = Call(CHANNEL, INT4, windows={"residual_length": 20}, q_len=2)
+    assert blocks.why() == "", "keys in blocks stay dense for longer"
+
+
 def reserved(num_bytes: int) -> Tensor:
     """Addresses without memory behind them: pages that nobody writes take none."""
     try:

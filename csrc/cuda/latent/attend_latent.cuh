@@ -467,10 +467,12 @@ __global__ void __launch_bounds__(kLatentThreads, 2)
         tile_begin + kLatentTokens <= min(min(tokens.end, tokens.dense_from), tokens.first_query + 1);
     uint32_t hidden = 0;  // bit 4 n + i
     if (!is_plain) {
-      for_all<kColumnTiles, 4>([&](int n, int i) {
-        const int row = row_tile * kRows + 8 * n + 2 * t + i % 2, at = position + i / 2 * 8;
-        const int query = plan.rows.token(row), until = min(tokens.end, tokens.window(params, query));
-        if (at < tokens.begin || at >= until || at > tokens.first_query + query) hidden |= 1u << (4 * n + i);
+      for_all<kColumnTiles, 2>([&](int n, int e) {
+        const int until = tokens.end_of(params, plan.rows.token(row_tile * kRows + 8 * n + 2 * t + e));
+        for_all<2>([&](int h) {
+          const int at = position + 8 * h;
+          if (at < tokens.begin || at >= until) hidden |= 1u << (4 * n + 2 * h + e);
+        });
       });
       for_all<kColumnTiles, 4>([&](int n, int i) {
         if (hidden >> (4 * n + i) & 1) score[n][i] = -INFINITY;

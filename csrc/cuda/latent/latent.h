@@ -63,6 +63,10 @@ struct LatentTokens {
   __device__ int window(const DecodeParams& params, int token) const {
     return max(first_query + token + 1 - params.residual_length, dense_from);
   }
+  // One past the last of the codes that it reads.
+  __device__ int end_of(const DecodeParams& params, int token) const {
+    return min(min(end, window(params, token)), first_query + token + 1);
+  }
 
   __device__ int first_tile() const { return begin / kLatentTileTokens; }
   __device__ int num_tiles() const {
