@@ -101,11 +101,21 @@ class DenseModel:
         behind_start = torch.arange(self.length) - starts.unsqueeze(1)
         return (behind_start >= 0) & (behind_start < self.formats.sink_length)
 
-    def is_dense(self, side: int, num_own: int = 0) -> Tensor:
-        """`[batch, length]`: tokens that attention takes as they came, the last `num_own` among them."""
+    def is_dense(self, side: int, num_own: int = 0, num_behind: int = 0) -> Tensor:
+        """`[batch, length]`: tokens that a query takes as they came, the last `num_own` among them.
+
+        The last `num_behind` tokens are behind the query. Of tokens that have left the window of the last query, it
+        takes those that the slack has kept.
+        """
         if not self.of_side(side).is_quantized:
             return torch.zeros_like(self.is_first())
-        begin = self.tail_begin(side, self.length - num_own)
+        begin = self.tail_begin(side, self.length - num_own - num_behind)
+        if num_behind:
+            kept = self.formats.residual_length + self.slack if self.formats.residual_length else 0
+            if self.of_side(side).block_size is not None:
+                kept = -(-(self.formats.residual_length + self.slack) // 32) * 32
+            oldest = max(0, self.length - kept)
+            begin = max(begin, oldest if self.of_side(side).block_size is None else oldest // 128 * 128)
         return self.is_first() | (torch.arange(self.length) >= min(begin, self.length - num_own or begin))
 
     def extend(self, key: Tensor, value: Tensor) -> None:
@@ -156,8 +166,8 @@ class DenseModel:
         key, value = self.sides
         return [key if self.transform is None else reference.undo_key_transform(key, self.transform), value]
 
-    def mixed(self, coded: list[Tensor], num_own: int = 0) -> list[Tensor]:
-        dense = [self.is_dense(side, num_own)[:, None, :, None] for side in range(2)]
+    def mixed(self, coded: list[Tensor], *num: int) -> list[Tensor]:
+        dense = [self.is_dense(side, *num)[:, None, :, None] for side in range(2)]
         return [torch.where(dense[side], self.given[side], coded[side]) for side in range(2)]
 
     @property
@@ -165,9 +175,9 @@ class DenseModel:
         """Keys in the model's basis, and values."""
         return self.mixed(self.decoded)
 
-    def stored(self, num_own: int = 0) -> list[Tensor]:
-        """The same, but for keys that have codes, which are transformed, and the last tokens as they came."""
-        return self.mixed(self.sides, num_own)
+    def stored(self, *num: int) -> list[Tensor]:
+        """The same for a query (`is_dense`), but for keys that have codes, which are transformed."""
+        return self.mixed(self.sides, *num)
 
     def crop(self, count: int) -> None:
         length = max(0, self.length - count)
@@ -202,17 +212,17 @@ def assert_dense(storage: LayerStore, model: DenseModel) -> None:
 
 
 def plain_attention(
-    query: Tensor, model: DenseModel, is_visible: Tensor, softmax_scale: float, num_own: int
+    query: Tensor, model: DenseModel, is_visible: Tensor, softmax_scale: float, *num: int
 ) -> tuple[Tensor, Tensor]:
     """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours."""
-    key, value = (x.to(query.dtype).repeat_interleave(query.shape[1] // HEADS, dim=1) for x in model.stored(num_own))
+    key, value = (x.to(query.dtype).repeat_interleave(query.shape[1] // HEADS, dim=1) for x in model.stored(*num))
     scores = query @ key.mT * softmax_scale
     if model.transform is not None:  # queries and keys in the basis of the codes, rounded as they are
         x, constant = reference.transform_query(query, model.transform)
         coded_scores = x.to(query.dtype) @ key.mT * softmax_scale
         if constant is not None:
             coded_scores = coded_scores + (softmax_scale * constant).to(query.dtype).unsqueeze(-1)
-        scores = torch.where(model.is_dense(0, num_own)[:, None, None, :], scores, coded_scores)
+        scores = torch.where(model.is_dense(0, *num)[:, None, None, :], scores, coded_scores)
     scores = scores.masked_fill(~is_visible, -torch.inf).float()
     weights = scores.softmax(-1).nan_to_num(0).to(query.dtype)  # a row that sees nothing is 0 / 0
     return (weights @ value).transpose(1, 2), scores.logsumexp(-1)
@@ -227,7 +237,7 @@ def assert_attends(
     is_chunk = pending is not None and q_len > ops.MAX_DRAFTED and not sliding_window
     num_own = q_len if is_chunk and any(each.is_quantized for each in formats) else 0
     key, value = model.stored(num_own)
-    batch, length, softmax_scale = key.shape[0], model.length, KEY_DIM**-0.5
+    batch, length, softmax_scale = len(key), model.length, KEY_DIM**-0.5
     starts = torch.zeros(batch, dtype=torch.int32) if starts is None else starts
     assert storage.dtype is not None
     query = torch.randn(batch, 2 * HEADS, q_len, KEY_DIM).to(storage.dtype)
@@ -235,18 +245,28 @@ def assert_attends(
     is_visible = (column <= position) & (column >= starts.view(-1, 1, 1, 1))
     if sliding_window:
         is_visible &= column > position - sliding_window
-    expected, expected_lse = reference.decode_attention(
-        query.float(),
-        key,
-        value,
-        torch.full((batch,), length, dtype=torch.int32),
-        softmax_scale=softmax_scale,
-        starts=starts,
-        sliding_window=sliding_window,
-        key_transform=model.transform,
-        is_dense=model.is_dense(0, num_own),
+
+    def attend(some: slice, num_behind: int) -> tuple[Tensor, ...]:
+        by_hand = reference.decode_attention(
+            query[:, :, some].float(),
+            *model.stored(num_own, num_behind),
+            torch.full((batch,), length - num_behind, dtype=torch.int32),
+            softmax_scale=softmax_scale,
+            starts=starts,
+            sliding_window=sliding_window,
+            key_transform=model.transform,
+            is_dense=model.is_dense(0, num_own, num_behind),
+        )
+        plain = plain_attention(query[:, :, some], model, is_visible[:, :, some], softmax_scale, num_own, num_behind)
+        return *by_hand, *plain
+
+    # But for a chunk, each query has a window of its own.
+    has_windows = any(each.is_quantized for each in formats) and not num_own
+    queries = [(slice(i, i + 1), q_len - 1 - i) for i in range(q_len)] if has_windows else [(slice(None), 0)]
+    expected, expected_lse, plain, plain_lse = (
+        torch.cat(parts, dim=1 + i % 2)
+        for i, parts in enumerate(zip(*(attend(*each) for each in queries), strict=True))
     )
-    plain, plain_lse = plain_attention(query, model, is_visible, softmax_scale, num_own)
     out, lse = storage.attend(
         query.to(storage.device),
         softmax_scale=softmax_scale,
