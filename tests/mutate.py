@@ -1459,6 +1459,24 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/cache/handle.py",
+        (
+            "return starts if q_len <= num_masked else None",
+            "return starts",
+            "tokens of the model's own before the text are taken for padding",
+            "padding",
+        ),
+    ),
+    *of(
+        "hf_kvquant/generate/hook.py",
+        (
+            "cache.notes.told = starts, mask.shape[1]",
+            "pass",
+            "padding is dense where a model makes its masks itself",
+            "padding",
+        ),
+    ),
+    *of(
         "hf_kvquant/cache/shown.py",
         (
             "return _views_shown(result, [each for each in args if isinstance(each, Shown)])",

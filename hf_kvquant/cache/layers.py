@@ -142,7 +142,7 @@ class KVQuantLayer(CacheLayerMixin):
             storage.extend(*_in_one_dtype(key_states, value_states))
         if is_first_chunk:
             # Later chunks get `starts` from attention. The mask may be on another device, where the first layer is.
-            starts = self.notes.starts
+            starts = self.notes.starts_of_first(key_states.shape[2])
             storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
             if self.notes.has_seen_mask and not torch.compiler.is_compiling():

@@ -13,9 +13,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..attention.masks import num_pads
 from ..attention.registry import implementation_name, is_ours, set_attention
 from ..attention.unregistered import check_static
 from ..cache.cache import KVQuantCache
@@ -113,6 +115,7 @@ def prepare_cache(
     if why_not is not None:
         raise ValueError(f"generate: `model` must keep its cache, got a {type(model).__name__} {why_not}")
     cache = _new_cache(call, config)
+    _tell_padding(call, cache)
     note_cache(model, cache)
     patch = patch_of(model)
     if patch is not None:
@@ -245,6 +248,16 @@ def _check_given(call: _Call) -> None:
     if own.quant_config.capture:
         _check_capture(call)
         own.check_in_step()
+    _tell_padding(call, own)
+
+
+def _tell_padding(call: _Call, cache: KVQuantCache) -> None:
+    """Tell a cache where the padding of the prompt ends, since some models make their masks without asking us."""
+    mask = call.inputs.get("decoder_attention_mask" if call.model.config.is_encoder_decoder else "attention_mask")
+    cache.notes.told = None
+    if isinstance(mask, Tensor) and mask.ndim == 2 and call.batch % mask.shape[0] == 0:
+        starts = num_pads(mask.bool()).repeat_interleave(call.batch // mask.shape[0])
+        cache.notes.told = starts, mask.shape[1]
 
 
 def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
