@@ -239,6 +239,8 @@ def _check_given(call: _Call) -> None:
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
+    if is_ours(text_config_of(model)._attn_implementation):
+        _check_no_weights(call)  # now: the second forward would raise when some layers have its tokens
     check_layers("generate", CACHE, own.num_layers, count_layers(model.config))
     check_cross_attention(model, given, call.inputs)
     own.undo_step()
@@ -353,12 +355,17 @@ def _check_call(call: _Call) -> None:
                 f"{call.options.prefill_chunk_size}: transformers would cut the encoder's mask to the chunk. "
                 "Leave it out."
             )
+    _check_no_weights(call)
+    check_heads(model, "generate")
+
+
+def _check_no_weights(call: _Call) -> None:
+    """Refuse to return attention weights."""
     if call.options.output_attentions:
         raise NotImplementedError(
             "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
             "formed. Use hf_kvquant.unpatch, or another cache_implementation."
         )
-    check_heads(model, "generate")
 
 
 def _check_capture(call: _Call) -> None:
