@@ -1483,6 +1483,15 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/cache/cache.py",
+        (
+            "            self._check_no_recurrence(tokens_to_remove)\n",
+            "            pass\n",
+            "a recurrent state keeps tokens that a crop has removed",
+            "hybrids",
+        ),
+    ),
+    *of(
         "hf_kvquant/cache/shown.py",
         (
             "return _views_shown(result, [each for each in args if isinstance(each, Shown)])",

@@ -155,8 +155,16 @@ def test_a_state_has_no_past(model: Any) -> None:
     cache = filled(model)
     length = cache.get_seq_length()
     assert not cache.is_croppable
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
-        cache.crop(-2)
+    before = [state.clone() for state in states_of(first_of(cache))]
+    for is_recorded in (False, True):  # transformers records past inputs of convolutions, and no recurrent states
+        if is_recorded:
+            cache.activate_past_recording()
+        with pytest.raises(
+            RuntimeError, match=r"must be 0 where layers have recurrent states, as layer \d has, got -2"
+        ):
+            cache.crop(-2)
+    for state, old in zip(states_of(first_of(cache)), before, strict=True):
+        compare.assert_same(state, old.cpu(), "states")
     with pytest.raises(ValueError, match="`tokens_to_remove` must be 0 or negative, got 2"):
         first_of(cache).crop(2)
     assert cache.get_seq_length() == length

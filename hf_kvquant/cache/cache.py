@@ -220,7 +220,8 @@ class KVQuantCache(QuantizedCache):
 
         Raises:
             RuntimeError: A layer's sliding window would have to show tokens again that are already overwritten (see
-                `activate_past_recording`), or a step that ended early cannot be undone.
+                `activate_past_recording`), a layer has a recurrent state, which would keep the tokens, or a step that
+                ended early cannot be undone.
             ValueError: `tokens_to_remove` is positive.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers may give a tensor; each layer would wait for the device
@@ -228,7 +229,21 @@ class KVQuantCache(QuantizedCache):
             tokens_to_remove = min(0, tokens_to_remove + self._steps.undo(may_round=True))
         for storage in self.storages:
             rewind.check_crop(storage, -tokens_to_remove)
+        if tokens_to_remove < 0:
+            self._check_no_recurrence(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+    def _check_no_recurrence(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens that are part of a recurrent state: transformers would leave them in it."""
+        if all(storage.is_empty for storage in self.storages):
+            return
+        for index, layer in enumerate(self.layers):
+            if any(state is not None for state in getattr(layer, "recurrent_states", {}).values()):
+                raise RuntimeError(
+                    f"KVQuantCache: `tokens_to_remove` must be 0 where layers have recurrent states, as layer {index} "
+                    f"has, got {tokens_to_remove}: earlier states are not kept. Copy the cache before you add tokens "
+                    "that you may remove, or reset it and feed it the text again."
+                )
 
     def reset(self) -> None:
         """Forget all tokens."""
