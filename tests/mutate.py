@@ -1490,6 +1490,21 @@ MUTATIONS = [
             "a recurrent state keeps tokens that a crop has removed",
             "hybrids",
         ),
+        (
+            "                indices = torch.arange(batch, device=given.device)[given]\n",
+            "                indices = given\n",
+            "a mask that is too short selects sequences",
+            "cache",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache/states.py",
+        (
+            "if self.do_states_stay and new.shape == state.shape:",
+            "if False:",
+            "states of a static cache move when sequences are selected",
+            "hybrids",
+        ),
     ),
     *of(
         "hf_kvquant/cache/shown.py",

@@ -245,6 +245,24 @@ class KVQuantCache(QuantizedCache):
                     "that you may remove, or reset it and feed it the text again."
                 )
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch: by number, also from the end, or by a mask over all of them.
+
+        Raises:
+            IndexError: There is no such sequence, or the mask has another length. On a CPU, nothing has changed then.
+        """
+        batch = next((storage.batch for storage in self.storages if storage.is_allocated), None)
+        if batch is not None:
+            given = torch.as_tensor(indices)
+            try:
+                indices = torch.arange(batch, device=given.device)[given]
+            except IndexError as error:
+                raise IndexError(
+                    f"KVQuantCache: `indices` must name sequences of a batch of {batch}, got {given.tolist()}. Pass "
+                    f"numbers from {-batch} to {batch - 1}, or a mask of {batch} values."
+                ) from error
+        super().batch_select_indices(indices)
+
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()  # type: ignore[no-untyped-call]
