@@ -275,6 +275,9 @@ class KVQuantCache(QuantizedCache):
         The file has about `num_bytes_held` bytes. Protect it like the text itself, which can be recovered from it. It
         is written under a temporary name and then moved, so `path` is never half written.
 
+        Tokens that are kept for a crop (`activate_past_recording`) are left out, since they may be ones that were
+        removed. A crop of the loaded cache is then like one that was not announced.
+
         Args:
             path: Of the file; its folder must exist.
             model: The model that made the tokens. The file can be loaded for this model only.
