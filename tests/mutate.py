@@ -1465,6 +1465,54 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/cache/handle.py",
+        (
+            "return starts if q_len <= num_masked else None",
+            "return starts",
+            "tokens of the model's own before the text are taken for padding",
+            "padding",
+        ),
+    ),
+    *of(
+        "hf_kvquant/generate/hook.py",
+        (
+            "cache.notes.told = starts, mask.shape[1]",
+            "pass",
+            "padding is dense where a model makes its masks itself",
+            "padding",
+        ),
+        (
+            "        _check_no_weights(call)  # now",
+            "        pass  # now",
+            "a given cache takes tokens of a call that wants attention weights",
+            "patching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache/cache.py",
+        (
+            "            self._check_no_recurrence(tokens_to_remove)\n",
+            "            pass\n",
+            "a recurrent state keeps tokens that a crop has removed",
+            "hybrids",
+        ),
+        (
+            "                indices = torch.arange(batch, device=given.device)[given]\n",
+            "                indices = given\n",
+            "a mask that is too short selects sequences",
+            "cache",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache/states.py",
+        (
+            "if self.do_states_stay and new.shape == state.shape:",
+            "if False:",
+            "states of a static cache move when sequences are selected",
+            "hybrids",
+        ),
+    ),
+    *of(
         "hf_kvquant/cache/shown.py",
         (
             "return _views_shown(result, [each for each in args if isinstance(each, Shown)])",

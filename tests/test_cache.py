@@ -347,6 +347,8 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "select": lambda cache: cache.batch_select_indices(torch.tensor([2, 0])),
     "select_one_twice": lambda cache: cache.batch_select_indices(torch.tensor([1, 1, 0, 2])),
     "select_by_mask": lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+    "select_from_the_end": lambda cache: cache.batch_select_indices(torch.tensor([-1, 0])),
+    "select_by_list": lambda cache: cache.batch_select_indices([1, -3]),
 }
 
 
@@ -365,6 +367,17 @@ def test_operations(operation: str, preset: str, kind: str) -> None:
         give(cache, more), give(expected, more)
         check_same_tokens(cache, expected, f"more tokens after {name}")
     assert cache.batch_size == expected.layers[0].keys.shape[0]
+
+
+@kinds
+@pytest.mark.parametrize("indices", [[0, 3], [-4], [0, 1, 7], [True, False], [True, False, True, True]], ids=str)
+def test_sequences_that_are_not_there_are_refused(indices: list[Any], kind: str) -> None:
+    cache, expected, chunks = make("int8", kind), ReferenceCache(CONFIG, "int8"), chunks_of(11, 1)
+    give(cache, chunks), give(expected, chunks)
+    message = f"KVQuantCache: `indices` must name sequences of a batch of 3, got {indices}. Pass numbers from -3 to 2"
+    with pytest.raises(IndexError, match=re.escape(message)):
+        cache.batch_select_indices(torch.tensor(indices))
+    check_same_tokens(cache, expected, "nothing has changed")
 
 
 @kinds

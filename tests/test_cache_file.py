@@ -188,6 +188,28 @@ def test_what_was_cropped_is_not_in_the_file(tmp_path: Path) -> None:
     assert loaded.notes.has_holes and loaded.notes.has_seen_mask and loaded.get_seq_length() == 13
 
 
+@pytest.mark.parametrize("config", ["int8", "int4"])
+def test_what_is_kept_for_crops_is_not_in_the_file(config: str, tmp_path: Path) -> None:
+    """A crop of the loaded cache is one that was not announced."""
+    model, inputs, caches = small_model(), left_padded(tokens=40), []
+    for is_announced in (False, True):
+        cache = KVQuantCache(model.config, config)
+        if is_announced:
+            cache.activate_past_recording()
+        with patched(model, config):
+            greedy(model, inputs, 20, **with_cache(cache))
+        caches.append(cache)
+    unannounced, announced = caches
+    announced.save(tmp_path / "cache", model)
+    loaded = KVQuantCache.load(tmp_path / "cache", model)
+    for cache in (*caches, loaded):
+        cache.crop(-10)
+    found, same, other = (cache.layers[0] for cache in (loaded, unannounced, announced))
+    compare.assert_same(found.keys, same.keys, "keys")
+    compare.assert_same(found.values, same.values, "values")
+    assert not torch.equal(found.values, other.values), "an announced crop loses nothing"
+
+
 def test_device(device: str, tmp_path: Path) -> None:
     model = models.on(device, small_model())
     saved(tmp_path / "cache", model=model)

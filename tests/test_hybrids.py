@@ -123,6 +123,25 @@ def test_the_batch_of_states_is_that_of_the_codes(model: Any) -> None:
     assert layer.batch_size == 2
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_a_shared_prefix_is_repeated_in_layers_with_a_state_alone(static: bool) -> None:
+    """And sequences that are chosen go on, as they would have in the batch that they leave."""
+    model, prefix = models.family("qwen3_5_text"), torch.full((1, 7), 5)
+    rest = torch.tensor([[7, 8, 9], [30, 4, 6], [11, 40, 3]])
+    cache = KVQuantCache(model.config, "int8", **({"max_cache_len": 40} if static else {}))
+    with patched(model, "int8"), torch.no_grad():
+        expected = model(torch.cat((prefix.expand(3, -1), rest), 1)).logits[:, 7:]
+        model(prefix, **with_cache(cache))
+        cache.batch_repeat_interleave(3)
+        found = [model(rest[:, :2], **with_cache(cache)).logits]
+        addresses = [state.data_ptr() for state in cache.states]
+        cache.batch_select_indices(torch.tensor([2, 0, -2]))
+        assert not static or [state.data_ptr() for state in cache.states] == addresses, "a captured step knows them"
+        found.append(model(rest[[2, 0, 1], 2:], **with_cache(cache)).logits[[1, 2, 0]])
+    bound = tolerances.model_bound(expected, expected, torch.float32)
+    compare.assert_close(torch.cat(found, 1), expected, bound, "logits; all tokens are dense")
+
+
 def test_copies_go_on_alike(model: Any) -> None:
     cache = filled(model)
     ids = torch.full((3, 1), 7, device=model.device)
@@ -155,8 +174,16 @@ def test_a_state_has_no_past(model: Any) -> None:
     cache = filled(model)
     length = cache.get_seq_length()
     assert not cache.is_croppable
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
-        cache.crop(-2)
+    before = [state.clone() for state in states_of(first_of(cache))]
+    for is_recorded in (False, True):  # transformers records past inputs of convolutions, and no recurrent states
+        if is_recorded:
+            cache.activate_past_recording()
+        with pytest.raises(
+            RuntimeError, match=r"must be 0 where layers have recurrent states, as layer \d has, got -2"
+        ):
+            cache.crop(-2)
+    for state, old in zip(states_of(first_of(cache)), before, strict=True):
+        compare.assert_same(state, old.cpu(), "states")
     with pytest.raises(ValueError, match="`tokens_to_remove` must be 0 or negative, got 2"):
         first_of(cache).crop(2)
     assert cache.get_seq_length() == length

@@ -13,13 +13,13 @@ import models
 import pytest
 import tolerances
 import torch
-from models import ReferenceCache
+from models import ReferenceCache, greedy, left_padded, logits
 from torch import Tensor
 
-from hf_kvquant import KVQuantCache, patched
+from hf_kvquant import KVQuantCache, key_transforms, patched
 from hf_kvquant.cache.cache import KVQuantLayer
 from hf_kvquant.storage import padding
-from hf_kvquant.upstream.releases import with_cache
+from hf_kvquant.upstream.releases import cache_of, with_cache
 
 LENGTH = 12
 PADS = torch.tensor([0, 5, 2])
@@ -89,6 +89,43 @@ def test_padding_that_only_later_masks_show_where_attention_is_not_registered() 
     with patched(model, "int4"):
         output = run(model, KVQuantCache(model.config, "int4"), None, False, 1)
     compare.assert_close(output, expected, tolerances.model_bound(expected, expected, torch.float32), "logits")
+
+
+# What goes into the codes of the first layer is the same in both runs, to the last bit.
+LAST_DENSE: list[dict[str, Any]] = [{"preset": preset, "layers": {1: "none"}} for preset in ("int8", "k8v4", "int4")]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"prefill_chunk_size": 10}, {"given": True}], ids=str
+)
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("config", LAST_DENSE, ids=["int8", "k8v4", "int4"])
+def test_padding_of_a_prompt_where_masks_are_not_ours(config: dict[str, Any], static: bool, options: Any) -> None:
+    """XGLM has the attention implementation that it was loaded with, and so makes the masks of that one."""
+    model = models.family("xglm")
+    inputs = left_padded(batch=2, tokens=60, pads=(12, 0))
+    options = {**options, "disable_compile": True}
+    is_given = options.pop("given", False)
+    transforms = key_transforms(model, config)  # its keys have a bias
+    simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"], key_transforms=transforms)
+    expected = greedy(model, inputs, 30, **with_cache(simulated), **options)
+    with patched(model, {**config, "static": static}):
+        cache = KVQuantCache(model.config, config, **(STATIC if static else {}))
+        output = greedy(model, inputs, 30, **(with_cache(cache) if is_given else {}), **options)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+    compare.assert_close(logits(output), logits(expected), bound, "logits")
+    assert cache_of(output).notes.told is None, "the next prompt has other padding"
+
+
+def test_tokens_that_a_model_puts_before_the_text_are_no_padding() -> None:
+    """CPM-Ant makes its masks itself, and what `generate` gets is of the text alone."""
+    model = models.build("cpmant", dim_head=32, dim_ff=64, prompt_length=4, prompt_types=4, segment_types=4)
+    inputs = left_padded(batch=2, tokens=9, pads=(3, 0))
+    with patched(model, "int4"):
+        output = greedy(model, inputs)
+    assert cache_of(output).get_seq_length() == 4 + 9 + 5
+    assert all(storage.starts is None for storage in cache_of(output).storages)
 
 
 def filled(preset: Any, tokens: int, starts: Tensor | None) -> Any:

@@ -487,6 +487,15 @@ def test_attention_weights_are_refused_and_the_model_generates_as_before(through
     assert weights[1][0].shape == (3, 4, 1, 10)
 
 
+def test_attention_weights_are_refused_before_a_given_cache_takes_tokens() -> None:
+    model, inputs = models.llama(), left_padded()
+    with patched(model, "int8"):
+        cache = KVQuantCache(model.config, "int8")
+        with pytest.raises(NotImplementedError, match=r"^generate: `output_attentions` must be False with a quantised"):
+            greedy(model, inputs, output_attentions=True, **with_cache(cache))
+    assert all(storage.is_empty for storage in cache.storages)
+
+
 def test_a_bad_flag_is_refused_and_the_model_generates_as_before() -> None:
     model, inputs = models.llama(), left_padded()
     with patched(model, "int4-token"):

@@ -220,7 +220,8 @@ class KVQuantCache(QuantizedCache):
 
         Raises:
             RuntimeError: A layer's sliding window would have to show tokens again that are already overwritten (see
-                `activate_past_recording`), or a step that ended early cannot be undone.
+                `activate_past_recording`), a layer has a recurrent state, which would keep the tokens, or a step that
+                ended early cannot be undone.
             ValueError: `tokens_to_remove` is positive.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers may give a tensor; each layer would wait for the device
@@ -228,7 +229,39 @@ class KVQuantCache(QuantizedCache):
             tokens_to_remove = min(0, tokens_to_remove + self._steps.undo(may_round=True))
         for storage in self.storages:
             rewind.check_crop(storage, -tokens_to_remove)
+        if tokens_to_remove < 0:
+            self._check_no_recurrence(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+    def _check_no_recurrence(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens that are part of a recurrent state: transformers would leave them in it."""
+        if all(storage.is_empty for storage in self.storages):
+            return
+        for index, layer in enumerate(self.layers):
+            if any(state is not None for state in getattr(layer, "recurrent_states", {}).values()):
+                raise RuntimeError(
+                    f"KVQuantCache: `tokens_to_remove` must be 0 where layers have recurrent states, as layer {index} "
+                    f"has, got {tokens_to_remove}: earlier states are not kept. Copy the cache before you add tokens "
+                    "that you may remove, or reset it and feed it the text again."
+                )
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch: by number, also from the end, or by a mask over all of them.
+
+        Raises:
+            IndexError: There is no such sequence, or the mask has another length. On a CPU, nothing has changed then.
+        """
+        batch = next((storage.batch for storage in self.storages if storage.is_allocated), None)
+        if batch is not None:
+            given = torch.as_tensor(indices)
+            try:
+                indices = torch.arange(batch, device=given.device)[given]
+            except IndexError as error:
+                raise IndexError(
+                    f"KVQuantCache: `indices` must name sequences of a batch of {batch}, got {given.tolist()}. Pass "
+                    f"numbers from {-batch} to {batch - 1}, or a mask of {batch} values."
+                ) from error
+        super().batch_select_indices(indices)
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -241,6 +274,9 @@ class KVQuantCache(QuantizedCache):
 
         The file has about `num_bytes_held` bytes. Protect it like the text itself, which can be recovered from it. It
         is written under a temporary name and then moved, so `path` is never half written.
+
+        Tokens that are kept for a crop (`activate_past_recording`) are left out, since they may be ones that were
+        removed. A crop of the loaded cache is then like one that was not announced.
 
         Args:
             path: Of the file; its folder must exist.

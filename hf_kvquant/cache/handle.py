@@ -42,6 +42,8 @@ class MaskNotes:
         padded: The storages that count tokens from where padding ends.
         starts: `[batch]` int32: left-padding tokens in the newest mask, `None` for no padding. Used for the first
             chunk, which is written before attention passes it. Masks of later chunks do not change it when traced.
+        told: `starts` of a whole prompt as `generate` was told them, and how many tokens its mask has, for models that
+            do not ask us for their masks; `None` outside a call of `generate`.
         has_holes: Whether a mask hid other tokens than left padding. Kernels only support left padding, so from then on
             masks are dense and attention falls back.
         is_uneven: Whether sequences are padded so unequally that steps are dealt by split plans, in the mask of the
@@ -63,7 +65,16 @@ class MaskNotes:
         """Forget all masks."""
         self.has_holes = self.is_uneven = self.has_seen_mask = self.has_dense_masks = self.is_bypassed = False
         self.starts: Tensor | None = None
+        self.told: tuple[Tensor, int] | None = None
         self._calls: int | None = None  # `ATTENTION.calls` when a layer took its part of the first chunk
+
+    def starts_of_first(self, q_len: int) -> Tensor | None:
+        """Where padding ends, for the first chunk, which has `q_len` tokens."""
+        if torch.compiler.is_compiling() or self.told is None or self.has_seen_mask or self.has_dense_masks:
+            return self.starts
+        starts, num_masked = self.told
+        # A model that puts tokens of its own before the text, as CPM-Ant does, has more tokens than the mask.
+        return starts if q_len <= num_masked else None
 
     def expect_attention(self) -> None:
         """A layer has taken its part of the first chunk, and gives it to our attention function before the next one."""

@@ -7,7 +7,7 @@ the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -142,7 +142,7 @@ class KVQuantLayer(CacheLayerMixin):
             storage.extend(*_in_one_dtype(key_states, value_states))
         if is_first_chunk:
             # Later chunks get `starts` from attention. The mask may be on another device, where the first layer is.
-            starts = self.notes.starts
+            starts = self.notes.starts_of_first(key_states.shape[2])
             storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
             if self.notes.has_seen_mask and not torch.compiler.is_compiling():
@@ -390,19 +390,13 @@ class KVQuantHybridLayer(KVQuantLayer, PooledStates, LinearAttentionAndFullAtten
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch."""
-        self._map_states(lambda state: state[indices.to(state.device)])
+        PooledStates.batch_select_indices(self, indices)
         KVQuantLayer.batch_select_indices(self, indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in the batch."""
-        self._map_states(lambda state: state.repeat_interleave(repeats, dim=0))
+        PooledStates.batch_repeat_interleave(self, repeats)
         KVQuantLayer.batch_repeat_interleave(self, repeats)
-
-    def _map_states(self, function: Callable[[Tensor], Tensor]) -> None:
-        for states in (self.conv_states, self.recurrent_states):
-            for index, state in states.items():
-                if state is not None:
-                    states[index] = function(state)
 
     def offload(self) -> None:
         """Move codes and state to CPU memory."""

@@ -7,7 +7,7 @@ is dead. Here states come from the pool of the model and go back to it, as buffe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +76,26 @@ class PooledStates(LinearAttentionLayer):
             return
         for state in tensors_of(self):
             state.copy_(state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch. transformers' class has no such method."""
+        self._map(lambda state: state[indices.to(state.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times in the batch."""
+        self._map(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    @makes_lasting_tensors
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for index, state in states.items():
+                if state is None:
+                    continue
+                new = function(state)
+                if self.do_states_stay and new.shape == state.shape:
+                    state.copy_(new)
+                else:
+                    states[index] = new
 
 
 class KVQuantStateLayer(PooledStates):

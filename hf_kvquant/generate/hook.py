@@ -13,9 +13,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..attention.masks import num_pads
 from ..attention.registry import implementation_name, is_ours, set_attention
 from ..attention.unregistered import check_static
 from ..cache.cache import KVQuantCache
@@ -113,6 +115,7 @@ def prepare_cache(
     if why_not is not None:
         raise ValueError(f"generate: `model` must keep its cache, got a {type(model).__name__} {why_not}")
     cache = _new_cache(call, config)
+    _tell_padding(call, cache)
     note_cache(model, cache)
     patch = patch_of(model)
     if patch is not None:
@@ -236,6 +239,8 @@ def _check_given(call: _Call) -> None:
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
+    if is_ours(text_config_of(model)._attn_implementation):
+        _check_no_weights(call)  # now: the second forward would raise when some layers have its tokens
     check_layers("generate", CACHE, own.num_layers, count_layers(model.config))
     check_cross_attention(model, given, call.inputs)
     own.undo_step()
@@ -245,6 +250,16 @@ def _check_given(call: _Call) -> None:
     if own.quant_config.capture:
         _check_capture(call)
         own.check_in_step()
+    _tell_padding(call, own)
+
+
+def _tell_padding(call: _Call, cache: KVQuantCache) -> None:
+    """Tell a cache where the padding of the prompt ends, since some models make their masks without asking us."""
+    mask = call.inputs.get("decoder_attention_mask" if call.model.config.is_encoder_decoder else "attention_mask")
+    cache.notes.told = None
+    if isinstance(mask, Tensor) and mask.ndim == 2 and call.batch % mask.shape[0] == 0:
+        starts = num_pads(mask.bool()).repeat_interleave(call.batch // mask.shape[0])
+        cache.notes.told = starts, mask.shape[1]
 
 
 def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
@@ -340,12 +355,17 @@ def _check_call(call: _Call) -> None:
                 f"{call.options.prefill_chunk_size}: transformers would cut the encoder's mask to the chunk. "
                 "Leave it out."
             )
+    _check_no_weights(call)
+    check_heads(model, "generate")
+
+
+def _check_no_weights(call: _Call) -> None:
+    """Refuse to return attention weights."""
     if call.options.output_attentions:
         raise NotImplementedError(
             "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
             "formed. Use hf_kvquant.unpatch, or another cache_implementation."
         )
-    check_heads(model, "generate")
 
 
 def _check_capture(call: _Call) -> None:

@@ -71,6 +71,8 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     finally:
         for each in notes:
             each.calls.remove(call)
+        for cache in call.caches:
+            cache.notes.told = None  # the next prompt has other padding
     notes[0].why_unquantized, notes[0].chose_other = call.why_unquantized(), call.chose_other
     if is_outer and notes[0].why_unquantized is not None:
         _log_unquantized(type(model).__name__, notes[0].why_unquantized)
