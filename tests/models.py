@@ -620,13 +620,27 @@ class ReferenceLayer(DynamicLayer):
         starts = (self.mask.cumsum(1) == 0).sum(1).to(self.keys.device)
         return starts.repeat_interleave(batch // starts.shape[0], 0)  # beams
 
-    def seen(self, side: int) -> Tensor:
-        """What attention gets of a side."""
+    def window_begin(self, side: int, num_behind: int) -> int:
+        """The first of the newest tokens that are dense for a query with `num_behind` of a step's tokens behind it.
+
+        Of tokens that have left the window of the last query, those are dense that a tail has rows for.
+        """
+        kv_format, length, num_kept = self.formats[side], self.get_seq_length(), self.windows["residual_length"]
+        begin = kv_format.tail_begin(length - num_behind, num_kept)
+        if num_behind == 0:
+            return begin
+        num_kept += self.slack if num_kept or kv_format.block_size else 0
+        return max(
+            begin, kv_format.tail_begin(length, num_kept if kv_format.block_size is None else -(-num_kept // 32) * 32)
+        )
+
+    def seen(self, side: int, num_behind: int = 0) -> Tensor:
+        """What attention gets of a side, for a query with `num_behind` of a step's tokens behind it."""
         x = (self.keys, self.values)[side]
         if not self._has_tail(side):
             return x
         coded, given = x.chunk(2, dim=-1)
-        begin = self.formats[side].tail_begin(x.shape[2], self.windows["residual_length"])
+        begin = self.window_begin(side, num_behind)
         column, starts = torch.arange(x.shape[2], device=x.device), self._starts().unsqueeze(1)
         is_sink = (column >= starts) & (column < starts + self.windows["sink_length"])
         return torch.where((is_sink | (column >= begin))[:, None, :, None], given, coded)

@@ -134,10 +134,7 @@ class Pair:
         options: dict[str, Any] = {"softmax_scale": 0.3, "starts": self.starts}
         length = raw_key.shape[2]
         out, _ = storage.attend(query, **options)
-        lengths = torch.full((batch,), length, dtype=torch.int32, device=self.device)
-        expected, _ = reference.decode_attention(
-            query, raw_key, raw_value, lengths, sliding_window=self.window, **options
-        )
+        expected = self.attended(query, options)
         # Where the dtype is narrow, the reference has rounded what codes stand for to it.
         bound = 1e-4 if self.dtype == torch.float32 else 0.02 * float(expected.abs().max())
         compare.assert_close(out.float(), expected.float(), bound, f"attention at {length} tokens")
@@ -148,6 +145,23 @@ class Pair:
         if storage.formats.key.storage == storage.formats.value.storage == "none":
             # Older versions of transformers return more than their masks are for while they record the past.
             compare.assert_same(handles[0].dense(), dense[0][:, :, -size:], "keys of transformers")
+
+    def attended(self, query: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attention by the reference, to what each query sees."""
+        layer, (batch, _, q_len, _) = self.expected.layers[0], query.shape
+        begins = [[layer.window_begin(side, q_len - 1 - i) for side in (0, 1)] for i in range(q_len)]
+        firsts = [i for i in range(q_len) if i == 0 or begins[i] != begins[i - 1]]
+        parts = []
+        for first, end in zip(firsts, [*firsts[1:], q_len], strict=True):
+            seen = (layer.seen(side, q_len - end) for side in (0, 1))
+            length = layer.get_seq_length() - (q_len - end)
+            lengths = torch.full((batch,), length, dtype=torch.int32, device=self.device)
+            parts.append(
+                reference.decode_attention(
+                    query[:, :, first:end], *seen, lengths, sliding_window=self.window, **options
+                )[0]
+            )
+        return torch.cat(parts, dim=1)
 
     def crop(self, tokens: int) -> None:
         for each in self.all():

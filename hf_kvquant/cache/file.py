@@ -2,9 +2,9 @@
 
 The file is safetensors. For each layer it has the planes cut to the tokens held, where padding ends, and the centre and
 smoothing factors of the keys. Everything else is JSON in the metadata, with SHA-256 hashes of that JSON and of the
-whole. Nothing in the file is executed. A hash detects damage but not tampering, so every number that a kernel relies on
-is checked before memory is allocated, whatever the hashes say. The contents of codes and scales are not checked: any
-bits are safe there.
+whole; `FileKind.opened` (`models/hashes.py`) checks name and version. Nothing in the file is executed. A hash detects
+damage but not tampering, so every number that a kernel relies on is checked before memory is allocated, whatever the
+hashes say. The contents of codes and scales are not checked: any bits are safe there.
 
 A cache is only valid for one model, so the file identifies it: by the text config (except names, labels and special
 tokens), the dtype, and a hash over some thousand numbers of each weight. Another checkpoint, training, an adapter,

@@ -18,7 +18,8 @@ granularity these are the first `sink_length` tokens that are not padding, in fi
 ring. Token t is in row `t - start` if it is one of the first, else in row `sink_length + t mod ring`. The ring holds
 the last `residual_length` tokens, and more of the newest ones for a crop (`slack` of `tail_rows`). With granularity
 `channel`, it also holds the tokens before these in the block where they begin. There a block gets codes when its last
-token leaves the window; with other granularities, every token has codes at once.
+token leaves the window; with other granularities, every token has codes at once. Which of the newest tokens a query
+reads from there is in `reference.py` (`window_begin`).
 
 `layout.py` joins the formats of keys and of values with these windows. `reference.py` decides the values of codes;
 `storage/` decides who allocates the planes.

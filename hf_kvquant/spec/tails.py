@@ -7,7 +7,7 @@ where there are such. Each begins at a multiple of `PART_ALIGNMENT`.
 
 Slots are the same run of bytes again and again in one tensor. Planes of tails are views of it whose first axis counts
 slots. A row of a page table begins with the number of its slot: see `reference.Tails`. Which row of a tail a token has
-is in `formats.py`.
+is in `formats.py`, and which tokens a query reads there in `reference.py` (`window_begin`).
 """
 
 from __future__ import annotations
