@@ -4,7 +4,7 @@ transformers loads models, schedules and has the routes. This room patches the m
 (`fields.py`, `handlers.py`), makes prompts of chats (`chats.py`, `tools.py`) and grammars of what answers must match
 (`structured.py`), passes tokens, which `batching/sampling.py` draws from a request's seed, on to those that are still
 open (`generation.py`, `requests.py`), makes text and calls of them (`writing.py`, `reading.py`) and answers of that
-(`forms.py`), refuses what would stop the server (`front.py`), counts (`metrics.py`) and ends in good order (`server.py`).
+(`forms.py`), refuses what would stop the server (`front.py`), counts (`metrics.py`) and ends in order (`server.py`).
 `/v1/responses` asks for a chat in another form (`responses.py`) and gets it in another form (`response_form.py`).
 `chat.html` is the page at `/`.
 
