@@ -1407,8 +1407,8 @@ MUTATIONS = [
             "preflight",
         ),
         (
-            "return dataclasses.replace(formats, residual_length=length + MORE_DENSE) if length else formats",
-            "return formats",
+            "            expect_crops(storage)\n",
+            "",
             "formats with dense newest tokens look costlier than they are",
             "preflight",
         ),

@@ -178,21 +178,20 @@ def test_a_replay_gives_the_same_numbers() -> None:
         assert meter.kld(1, formats) == meter.cost(divergence.alone(1, formats)).kld
 
 
-def test_chunks_find_as_many_tokens_dense_as_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preset", ["int4-token", "int4-channel"])
+def test_chunks_read_what_single_steps_read(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, generator = build(max_position_embeddings=256), torch.Generator().manual_seed(0)
     ids = torch.randint(3, models.VOCAB_SIZE, (2, 161), generator=generator)
     bare = models.INT8_CODES
-    config = KVQuantConfig.from_preset("int4-token", sink_length=4, residual_length=60, layers={1: bare})
-    more = divergence.as_in_steps(config)
-    assert more.residual_length == 60 + divergence.CHUNK // 2 and more.layers[1] == config.layers[1]
+    config = KVQuantConfig.from_preset(preset, sink_length=4, residual_length=20, layers={1: bare})
     steps = compare(model, ids, {"config": config}, first_chunk=1, chunk_size=1, simulate=True)
     expected = torch.cat([each["config"].kld for each in steps]).mean()
     found = []
-    for more_dense in (divergence.MORE_DENSE, 0):
-        monkeypatch.setattr(divergence, "MORE_DENSE", more_dense)
+    for _ in range(2):
         with hf_kvquant.patched(model, "none"), torch.no_grad():
             found.append(divergence.Meter(model, ids[:, :-1]).cost(config).kld.mean / float(expected))
-    assert found[0] == pytest.approx(1, abs=0.15) and found[1] > 1.3
+        monkeypatch.setattr(divergence, "expect_crops", lambda storage: None)
+    assert found[0] == pytest.approx(1, abs=0.01) and found[1] > 1.1
 
 
 def test_doubtful_layers_are_measured_on_all_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

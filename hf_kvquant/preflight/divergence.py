@@ -7,10 +7,9 @@ fills the cache, then chunks whose queries read codes, as in `generate` or a con
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +24,10 @@ from ..config import KVQuantConfig, LayerFormats
 from ..models.probing import arbitrary_ids, chunks_of, forward
 from ..models.text_config import positions_of, text_config_of
 from ..spec.layout import Shape
+from ..storage.rewind import expect_crops
 from ..transforms.of_model import key_transforms
 from .replay import Replay
 from .signals import reason_of
-
-AnyFormats = TypeVar("AnyFormats", KVQuantConfig, LayerFormats)
 
 # The text: this many windows of this many tokens, fed in chunks of this size after the first token. Divergences of int4
 # on the reference model, summed over layers: .0286; two windows of 512 tokens .0289, one of 2048 .0279; other parts of
@@ -39,11 +37,6 @@ AnyFormats = TypeVar("AnyFormats", KVQuantConfig, LayerFormats)
 NUM_WINDOWS = 4
 WINDOW = 256
 CHUNK = 32
-# A token of a chunk finds fewer of the newest tokens dense than in single steps: the window ends with the chunk. Behind
-# the first token of a chunk it is a whole chunk shorter, and half of one on average, which is added. On
-# SmolLM2-135M-Instruct, `int4`, `k8v4` and `k4v2` then measure .0024, .00071 and .0108, as in single steps (.0024,
-# .00070, .0109). Chunks of 64 and nothing added gave .0050, .0031 and .0132.
-MORE_DENSE = CHUNK // 2
 # Formats that keep tokens dense are measured on fewer and longer windows, `int4` on two. The longest is a single window
 # of all these tokens. With 132 dense tokens, 60 % of what its queries see are codes; in windows of 256 tokens 14 %.
 LONG_WINDOW = NUM_WINDOWS * WINDOW
@@ -66,16 +59,6 @@ _LOGITS_AT_ONCE = 2**18
 def alone(index: int, formats: LayerFormats) -> KVQuantConfig:
     """A config that quantises only one layer."""
     return KVQuantConfig.from_preset("none", layers={index: formats})
-
-
-def as_in_steps(config: KVQuantConfig) -> KVQuantConfig:
-    """The config under which chunks and single steps find, on average, equally many of the newest tokens dense."""
-
-    def longer(formats: AnyFormats) -> AnyFormats:
-        length = formats.residual_length
-        return dataclasses.replace(formats, residual_length=length + MORE_DENSE) if length else formats
-
-    return longer(dataclasses.replace(config, layers={index: longer(each) for index, each in config.layers.items()}))
 
 
 def tokens_needed(formats: LayerFormats) -> float:
@@ -300,9 +283,12 @@ class Meter:
 
     def _cache(self, config: KVQuantConfig) -> KVQuantCache:
         transforms = key_transforms(self.model, config)
-        cache = KVQuantCache(self.model.config, as_in_steps(config), key_transforms=transforms)
+        cache = KVQuantCache(self.model.config, config, key_transforms=transforms)
         for storage in cache.storages:
-            storage.has_chunks = False  # its tokens see each other as codes, as in decoding
+            # Each token of a chunk then reads what it would read in a step of its own: the others as codes, and the
+            # same newest tokens dense, for which tails need the rows that they have for crops.
+            storage.has_chunks = False
+            expect_crops(storage)
         return cache
 
     def _run(self, cache: KVQuantCache) -> Iterator[Tensor]:
