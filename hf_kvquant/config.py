@@ -244,7 +244,7 @@ class KVQuantConfig(Formats):
             )
         windows = {name: data[name] for name in WINDOWS if data.get(name) is not None}
         return cls(
-            **{field.name: getattr(formats, field.name) for field in dataclasses.fields(formats)},
+            **formats.settings(),
             layers={
                 index: layer_from(f"KVQuantConfig: layer {index}", spelled, windows)
                 for index, spelled in by_index.items()

@@ -158,16 +158,22 @@ class LayerFormats(Formats):
             integers, without the centre where channels have scales, and none for fp8.
         sink_length: How many of the first tokens of a sequence, not counting padding, stay dense.
         residual_length: How many of the newest tokens stay dense.
+        is_quantized: Whether keys or values are quantised. Asked in every step, so it is no property.
 
     Raises:
         TypeError, ValueError: `transforms` has no meaning, or is given for keys that are not quantised; values have
             channel scales; or tokens are to stay dense where nothing is quantised.
     """
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether keys or values are quantised."""
-        return self._is_quantized
+    is_quantized: bool = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "is_quantized", self._is_quantized)
+
+    def settings(self) -> dict[str, Any]:
+        """The five settings by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
 
     def describe(self) -> str:
         """A short name for reports: one format if both sides are alike, else both, and the dense windows."""

@@ -340,12 +340,14 @@ def test_masks_with_holes_fall_back_to_dense_tensors(config: str) -> None:
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
     for storage in cache_of(output).storages:
-        assert sum(storage.tally.fallbacks.values()) == (4 if storage.is_quantized else 0)
+        assert sum(storage.tally.fallbacks.values()) == (4 if storage.formats.is_quantized else 0)
     cache_of(output).reset()
     with patched(model, spelled):
         fresh = greedy(model, inputs, 4, **with_cache(cache_of(output)))
     for storage in cache_of(fresh).storages:
-        assert sum(storage.tally.fallbacks.values()) == (4 if storage.is_quantized else 0), "a reset forgets the holes"
+        assert sum(storage.tally.fallbacks.values()) == (4 if storage.formats.is_quantized else 0), (
+            "a reset forgets the holes"
+        )
 
 
 def test_a_right_padded_prompt_falls_back() -> None:

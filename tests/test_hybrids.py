@@ -278,7 +278,7 @@ def test_windows_with_a_state_are_quantised(windowed: Any) -> None:
     assert layers and {layer.formats for layer in result.layers} == {"int8"}
     assert result.is_served == (windowed.config.model_type == "zaya")
     assert all(isinstance(layer, KVQuantHybridRingLayer) and layer.get_max_length() == 6 for layer in layers)
-    assert all(layer.storage.is_quantized and layer.keys.shape[2] == 5 for layer in layers)
+    assert all(layer.storage.formats.is_quantized and layer.keys.shape[2] == 5 for layer in layers)
     with patched(windowed, {"preset": "int8", "sliding": False}):
         assert {layer.formats for layer in hf_kvquant.report(windowed).layers} == {"int8", None}
 

@@ -89,7 +89,7 @@ def step(cache: KVQuantCache, q_len: int, device: str | None = None, seed: int =
         query = torch.randn(batch, 4, q_len, HEAD_DIM, generator=generator).to(device)
         handle, _ = cache.update(key, value, index)
         if isinstance(handle, KVHandle):
-            outs.append(storage.attend(query, softmax_scale=0.2)[0] if storage.is_quantized else handle.dense())
+            outs.append(storage.attend(query, softmax_scale=0.2)[0] if storage.formats.is_quantized else handle.dense())
     return outs
 
 

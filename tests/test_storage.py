@@ -671,7 +671,7 @@ def test_a_bad_token_spoils_a_frozen_scale_until_the_storage_is_reset(device: st
 def test_nothing_quantised_is_handed_out_without_a_copy(device: str) -> None:
     storage, _ = filled(NONE, [7], device=device)
     assert storage.dequantize()[0].data_ptr() == storage.planes[0].codes.data_ptr()
-    assert not storage.is_quantized and LayerStore(INT8).is_quantized
+    assert not storage.formats.is_quantized and LayerStore(INT8).formats.is_quantized
 
 
 def test_sizes() -> None:

@@ -110,11 +110,11 @@ def attend_latent(
     q_len, absorbed = query.shape[2], _absorb(module, query)
     if is_causal and storage.serves_latent(query.dtype) and q_len <= storage.largest_step(0):
         out = storage.attend_latent(absorbed, softmax_scale=scaling, starts=starts)
-        if storage.is_quantized:
+        if storage.formats.is_quantized:
             storage.note_read(q_len, 0)
     else:
         out = _attend_dequantized(absorbed, storage, make_mask(), scaling)
-        if storage.is_quantized:
+        if storage.formats.is_quantized:
             storage.note_dequantized(q_len)
     return _project(module, out)
 

@@ -157,7 +157,7 @@ def attention(
     step, storage = key.step, key.step.storage
     if latent.keeps_latent(module):
         return _over_latents(prev, module, query, step, attention_mask, dropout, scaling, kwargs)
-    reason = why_not_kernel(prev, module, query, attention_mask, storage.is_quantized, dropout, kwargs)
+    reason = why_not_kernel(prev, module, query, attention_mask, storage.formats.is_quantized, dropout, kwargs)
     if reason is None:
         out, _ = storage.attend(
             query,

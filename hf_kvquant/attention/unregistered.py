@@ -146,7 +146,7 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
     if not isinstance(layer, (KVQuantLayer, SimulatingLayer)):
         return None
     storage, notes = layer.storage, cache.notes
-    is_left_alone = not storage.is_quantized or module.training or kwargs.get("output_attentions")
+    is_left_alone = not storage.formats.is_quantized or module.training or kwargs.get("output_attentions")
     if isinstance(layer, SimulatingLayer):
         return None if is_left_alone else functools.partial(_simulate, cache, index, _visible(family, mask))
     starts = _starts_of(family, mask)

@@ -133,7 +133,7 @@ class KVStep:
         storage = self.storage
         if self._dense is None:
             before = storage.tally.pairs_dequantized
-            if storage.is_quantized:
+            if storage.formats.is_quantized:
                 storage.note_fallback(reason)
             self._dense, self._pairs = storage.dense_step(), storage.tally.pairs_dequantized - before
         elif reason != LOOKED_INSIDE and not torch.compiler.is_compiling():

@@ -147,7 +147,7 @@ class KVQuantLayer(CacheLayerMixin):
             storage.flush()
             if self.notes.has_seen_mask and not torch.compiler.is_compiling():
                 self.notes.expect_attention()
-            if not storage.is_quantized:
+            if not storage.formats.is_quantized:
                 # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
                 return key_states.contiguous(), value_states.contiguous()
             return key_states, value_states

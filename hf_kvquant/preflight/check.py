@@ -463,9 +463,7 @@ class _Check:
             return next(iter(self.rungs.values()))
         [(most, _)] = Counter(layers.values()).most_common(1)
         others = {index: formats for index, formats in layers.items() if formats != most}
-        return KVQuantConfig(
-            **{field.name: getattr(most, field.name) for field in dataclasses.fields(most)}, layers=others
-        )
+        return KVQuantConfig(**most.settings(), layers=others)
 
     def _kept(self, index: int, formats: LayerFormats) -> LayerFormats:
         """`kept_formats` of a layer."""

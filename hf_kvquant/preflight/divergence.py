@@ -323,7 +323,7 @@ class Meter:
     def _check_read(self, cache: KVQuantCache, num_tokens: int) -> None:
         for index, layer in enumerate(cache.layers):
             # Attention sees tokens only through the cache, so a layer that holds all tokens has had them all read.
-            if not isinstance(layer, KVQuantLayer) or not layer.storage.is_quantized:
+            if not isinstance(layer, KVQuantLayer) or not layer.storage.formats.is_quantized:
                 continue
             if layer.storage.length != num_tokens:
                 raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {num_tokens} tokens")

@@ -78,7 +78,6 @@ class LayerStore:
             formats = dataclasses.replace(formats, sink_length=0)
         self.name = name
         self.formats = formats
-        self.is_quantized = formats.is_quantized  # asked in every step
         alignment = _layout_of(formats).token_alignment
         self.rows = Ring(window, alignment, max_cache_len) if window else Linear(alignment, max_cache_len)
         # Whether many new tokens are a chunk. Not where other layers attend to them, too, once they are written.
@@ -573,7 +572,7 @@ class LayerStore:
         self.flush()
         buffers, num_tokens, begin = self.residency.arrive(), self.num_shown, self.offset
         is_cut = self.is_static or self.is_ring or self.is_ragged
-        if not (self.is_quantized or self.is_offloaded or is_cut or buffers.key_transform):
+        if not (self.formats.is_quantized or self.is_offloaded or is_cut or buffers.key_transform):
             key, value = (planes.codes[:, :, begin : begin + num_tokens] for planes in buffers.planes)
             return key, value
         options: dict[str, Any] = {"begin": begin, "num_tokens": num_tokens, "dtype": buffers.dtype}

@@ -70,7 +70,7 @@ def expected_pairs(model: PreTrainedModel, cache: Cache, tokens: int, first_chun
     return sum(
         readers * causal_pairs(tokens, first_chunk, window_of(layer.storage))
         for layer, readers in zip(cache.layers, num_readers(text_config_of(model)), strict=True)
-        if isinstance(layer, (KVQuantLayer, SimulatedLayer)) and layer.storage.is_quantized
+        if isinstance(layer, (KVQuantLayer, SimulatedLayer)) and layer.storage.formats.is_quantized
     )
 
 

@@ -66,7 +66,7 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         for begin, end in itertools.pairwise(dict.fromkeys((0, min(*self.first_chunks, tokens), tokens))):
             self.storage.extend(key_states[:, :, begin:end], value_states[:, :, begin:end])
             self.storage.flush()
-        if not self.storage.is_quantized:
+        if not self.storage.formats.is_quantized:
             return key_states, value_states
         self.raw = key_states, value_states
         self.dequantized = self.storage.dequantize()

@@ -282,7 +282,7 @@ class KVQuantLM(ScoringLM):
         generated: Tensor = super()._model_generate(context, max_length, stop, **with_cache(cache), **generation_kwargs)
         read, dequantized = pairs_of(cache), cache.pairs_dequantized
         new_tokens = generated.shape[1] - context.shape[1]
-        is_quantized = any(storage.is_quantized for storage in cache.storages)
+        is_quantized = any(storage.formats.is_quantized for storage in cache.storages)
         # The first new token comes from exact logits. Every later one is a step whose query reads at least the prompt.
         # Beam search and assisted decoding read more, so this is only a lower bound.
         least = max(0, new_tokens - 1) * context.numel() if is_quantized else 0
