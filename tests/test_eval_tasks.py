@@ -27,6 +27,7 @@ from hf_kvquant.patching import patched
 from hf_kvquant.upstream.releases import CACHE
 from hf_kvquant_evals.errors import NothingRead
 from hf_kvquant_evals.measuring.fidelity import Chunks, feed
+from hf_kvquant_evals.measuring.steps import read_as_single_steps
 from hf_kvquant_evals.tasks import data as task_files
 from hf_kvquant_evals.tasks import lm_eval_model
 from hf_kvquant_evals.tasks import measure as tasks
@@ -171,7 +172,7 @@ def test_decode_scores_are_those_of_the_cache(preset: str) -> None:
             if n0 == ids.shape[1] - 1:  # nothing to read: one token after one
                 expected.append(float(model(ids[:, :-1]).logits[0, -1].log_softmax(-1)[continuation[-1]]))
                 continue
-            cache = KVQuantCache(model.config, preset)
+            cache = read_as_single_steps(KVQuantCache(model.config, preset))
             pieces = feed(model, ids[:, :-1], cache, Chunks(n0, CONTEXT))
             log_probs = torch.cat(list(pieces), dim=1)[0, -len(continuation) :]
             expected.append(float(log_probs.gather(1, torch.tensor(continuation)[:, None]).sum()))

@@ -8,6 +8,7 @@ import torch
 from models import greedy
 
 from hf_kvquant import KVQuantConfig
+from hf_kvquant.ops import MAX_DRAFTED
 from hf_kvquant.patching import patched, why_dense
 from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.storage.tally import causal_pairs
@@ -50,6 +51,18 @@ def test_it_is_the_cache(family: str, implementation: str, first_chunk: int, chu
     distance = divergence(dense, cache).mean()
     assert divergence(cache, simulation).mean() < max(1e-6, 0.1 * distance)
     assert model.config.get_text_config()._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_short_chunks_read_what_single_steps_read(family: str, simulate: bool) -> None:
+    model, ids = models.family(family), torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
+    chunks, steps = (
+        log_probs(model, ids, CONFIGS["int4-windows"], Chunks(1, size, simulate)) for size in (MAX_DRAFTED, 1)
+    )
+    dense = log_probs(model, ids, CONFIGS["none"], Chunks(1, 1))
+    assert divergence(steps, chunks).quantile(0.5) < 1e-5
+    assert divergence(steps, chunks).mean() < 0.1 * divergence(dense, steps).mean()
 
 
 @pytest.mark.parametrize("chunks", [(1, 1), (3, 7)])

@@ -1,7 +1,8 @@
 """Measures how far the next-token distribution under a quantised cache is from that under the unquantised cache.
 
 A forward over a whole text never reads a cache, and the first chunk of a cache is exact by design. So a text is fed in
-chunks: a first one that fills the cache, then chunks that attend to codes, as in `generate` or a continued chat. The
+chunks: a first one that fills the cache, then chunks that attend to codes, as in `generate` or a continued chat. Tokens
+of chunks that are no longer than steps of assisted decoding read what they would read one by one. The
 unquantised cache (transformers' `DynamicCache`) gets the same chunks in the same run. `simulation.py` computes the same
 in one forward, which is faster. `pairs.py` counts what was read from codes.
 """
@@ -29,6 +30,7 @@ from hf_kvquant.transforms.of_model import key_transforms
 from ..errors import OutOfMemory
 from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from .simulation import SimulatedLayer, simulated, simulated_cache
+from .steps import read_as_single_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,8 @@ class Stream:
         elif chunks.simulate:
             self._cache = simulated_cache(model, config, first_chunk=chunks.first_chunk, chunk_size=chunks.chunk_size)
         else:
-            self._cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+            transforms = key_transforms(model, config)
+            self._cache = read_as_single_steps(KVQuantCache(model.config, config, key_transforms=transforms))
         count_pairs(self._cache)
         self._log_probs = feed(model, input_ids, self._cache, chunks)
 

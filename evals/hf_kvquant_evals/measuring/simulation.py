@@ -106,7 +106,8 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         is_exact = is_exact | (is_chunk.unsqueeze(2) & (position >= chunk_begin.unsqueeze(2)))
         if kv_format.tail_rows(sink_length, residual_length) == 0:
             return is_exact.expand(-1, -1, tokens)
-        begin = kv_format.tail_begin(torch.where(is_chunk, chunk_begin, chunk_end), residual_length)
+        # Other steps have room for a window of each query (`steps.py`).
+        begin = kv_format.tail_begin(torch.where(is_chunk, chunk_begin, position[n0:] + 1), residual_length)
         return is_exact | (position < sink_length) | (position >= begin.unsqueeze(2))
 
 

@@ -33,6 +33,7 @@ from hf_kvquant.upstream.releases import with_cache
 from ..errors import CannotScore, NothingRead
 from ..measuring.pairs import Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
 from ..measuring.simulation import simulated, simulated_cache, why_not_simulated
+from ..measuring.steps import read_as_single_steps
 from .batches import Row, Score, batches, max_padded_length
 from .data import MODES
 from .paged_generation import Prompt, generate
@@ -166,6 +167,7 @@ class KVQuantLM(ScoringLM):
     def _decode(self, rows: list[Row]) -> list[Score]:
         """Score rows through the cache. Returns what `_scores` returns."""
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
+        read_as_single_steps(cache)
         # Rows with the same context fill the cache once, and each then gets a copy. Only our own layers without a state
         # are copied like this.
         can_share = all(isinstance(layer, KVQuantLayer) and not layer.holds_state for layer in cache.layers)
