@@ -98,7 +98,7 @@ def test_shared_contexts_are_fed_once() -> None:
     tokens: list[int] = []
     model = models.family("llama")
     with patched(model, "none"):
-        lm = KVQuantLM(model, "int8", batch_size=8, tokenizer=tokenizer(), batching=True)
+        lm = KVQuantLM(model, "int4-token", batch_size=8, tokenizer=tokenizer(), batching=True)
         lm._loglikelihood_tokens([(None, [3, 4], [5])], disable_tqdm=True)  # looks at the model first
         hook = model.register_forward_pre_hook(
             lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True

@@ -28,6 +28,15 @@ from .pages import PAGE_SIZE, Pages
 # Tokens of a row in a forward after its first chunk, and tokens of a forward for each row of `--batch-size`: as without
 # pages, the most that see each other as codes.
 CHUNK_SIZE = ops.MAX_DRAFTED
+
+
+def chunk_size(config: KVQuantConfig, layers: Iterable[int]) -> int:
+    """Tokens of a row in a forward, of which each has to read what it would read alone.
+
+    Tails in pages have no rows for a window of each query, so with newest tokens that stay dense this is one token.
+    """
+    formats = [config.formats(index) for index in layers]
+    return 1 if any(each.residual_length or each.key.block_size for each in formats) else CHUNK_SIZE
 # Pages for each row of `--batch-size`: room for short rows, of which a forward has many.
 PAGES_PER_ROW = 32
 
@@ -86,6 +95,7 @@ class Scorer:
         self._tail_bytes: int = 0 if cache.tails is None else cache.tails.bytes_per_block
         self._num_bytes = cache.num_sectors * cache.bytes_per_sector
         self._device = model.device
+        self._chunk_size = chunk_size(config, self._pages.quantized)
         types, kwargs = layers_of(text_config_of(model))
         self._windows = [
             kwargs[index].get("sliding_window") or 0 if types[index] == "sliding_attention" else 0
@@ -102,7 +112,7 @@ class Scorer:
         tokens, held, last = [0, 0], 0, None
         for row in sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed)):
             is_new = row.context != last
-            added = row.first_chunk if is_new else 0, min(CHUNK_SIZE, len(row.fed) + 1)
+            added = row.first_chunk if is_new else 0, min(self._chunk_size, len(row.fed) + 1)
             needed = self._bytes_of(row, is_new)
             sums = [before + more for before, more in zip(tokens, added, strict=True)]
             if batch and (max(sums) > self._budget or held + needed > self._num_bytes):
@@ -194,9 +204,9 @@ class Scorer:
 
     def _later(self, rows: Sequence[Row], places: Sequence[Place], take: Callable[[int, int, Tensor], None]) -> None:
         """Feed what comes after the first chunks."""
-        for begin in range(0, max(len(place.later) for place in places), CHUNK_SIZE):
+        for begin in range(0, max(len(place.later) for place in places), self._chunk_size):
             active = [index for index, place in enumerate(places) if len(place.later) > begin]
-            pieces = [places[index].later[begin : begin + CHUNK_SIZE] for index in active]
+            pieces = [places[index].later[begin : begin + self._chunk_size] for index in active]
             requests = [
                 Request(places[index].first + begin, len(piece), places[index].pages)
                 for index, piece in zip(active, pieces, strict=True)
