@@ -37,6 +37,8 @@ def chunk_size(config: KVQuantConfig, layers: Iterable[int]) -> int:
     """
     formats = [config.formats(index) for index in layers]
     return 1 if any(each.residual_length or each.key.block_size for each in formats) else CHUNK_SIZE
+
+
 # Pages for each row of `--batch-size`: room for short rows, of which a forward has many.
 PAGES_PER_ROW = 32
 
