@@ -172,7 +172,8 @@ def test_decode_scores_are_those_of_the_cache(preset: str) -> None:
             if n0 == ids.shape[1] - 1:  # nothing to read: one token after one
                 expected.append(float(model(ids[:, :-1]).logits[0, -1].log_softmax(-1)[continuation[-1]]))
                 continue
-            cache = read_as_single_steps(KVQuantCache(model.config, preset))
+            cache = KVQuantCache(model.config, preset)
+            read_as_single_steps(cache)
             pieces = feed(model, ids[:, :-1], cache, Chunks(n0, CONTEXT))
             log_probs = torch.cat(list(pieces), dim=1)[0, -len(continuation) :]
             expected.append(float(log_probs.gather(1, torch.tensor(continuation)[:, None]).sum()))

@@ -163,8 +163,9 @@ class Stream:
         elif chunks.simulate:
             self._cache = simulated_cache(model, config, first_chunk=chunks.first_chunk, chunk_size=chunks.chunk_size)
         else:
-            transforms = key_transforms(model, config)
-            self._cache = read_as_single_steps(KVQuantCache(model.config, config, key_transforms=transforms))
+            self._cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+            if chunks.chunk_size > 1:
+                read_as_single_steps(self._cache)
         count_pairs(self._cache)
         self._log_probs = feed(model, input_ids, self._cache, chunks)
 

@@ -6,8 +6,7 @@ from hf_kvquant.cache.cache import KVQuantCache
 from hf_kvquant.storage.rewind import expect_crops
 
 
-def read_as_single_steps(cache: KVQuantCache) -> KVQuantCache:
+def read_as_single_steps(cache: KVQuantCache) -> None:
     """Give an empty cache tails with rows for windows of each query of a step, as assisted decoding does."""
     for storage in cache.storages:
         expect_crops(storage)
-    return cache
