@@ -2,7 +2,7 @@
 
 A forward over a whole text never reads a cache, and the first chunk of a cache is exact by design. So a text is fed in
 chunks: a first one that fills the cache, then chunks that attend to codes, as in `generate` or a continued chat. Tokens
-of chunks that are no longer than steps of assisted decoding read what they would read one by one. The
+of chunks that are no longer than steps of assisted decoding read what they would read one by one (`steps.py`). The
 unquantised cache (transformers' `DynamicCache`) gets the same chunks in the same run. `simulation.py` computes the same
 in one forward, which is faster. `pairs.py` counts what was read from codes.
 """
