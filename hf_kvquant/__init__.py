@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .config import PRESETS, KVQuantConfig, LayerFormats
     from .patching import disable, enable, patch, patched, unpatch
     from .preflight.check import run_preflight
-    from .preflight.verdict import Preflight
+    from .preflight.result import Preflight
     from .report import LayerReport, Report, report
     from .spec.formats import KVFormat
     from .spec.key_transform import KeyTransform
@@ -72,7 +72,7 @@ _MODULES = {
     "KeyTransform": "spec.key_transform",
     "LayerFormats": "config",
     "LayerReport": "report",
-    "Preflight": "preflight.verdict",
+    "Preflight": "preflight.result",
     "PreflightError": "common.errors",
     "Report": "report",
     "SmoothingResult": "calibration.smoothing_file",

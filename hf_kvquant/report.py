@@ -33,7 +33,7 @@ from .models.parts import generating_parts
 from .models.rounding import rounded
 from .models.text_config import check_is_model, text_config_of
 from .patching import why_dense
-from .preflight.verdict import measured, name_of
+from .preflight.result import measured, name_of
 from .state import notes_on, patch_of
 
 WHERE = "report"

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_kvquant import KVQuantConfig, LayerFormats, PreflightError, run_preflight
 from hf_kvquant.preflight import check, divergence
 from hf_kvquant.preflight.budget import RUIN, cheapest
-from hf_kvquant.preflight.verdict import name_of
+from hf_kvquant.preflight.result import name_of
 
 CHOICES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50).map(float)), min_size=1, max_size=4)
 

@@ -32,7 +32,7 @@ from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.attention.latent import largest_absorbed
 from hf_kvquant.common.errors import PreflightError
 from hf_kvquant.models.latent import latent_attentions
-from hf_kvquant.preflight.verdict import Preflight, name_of
+from hf_kvquant.preflight.result import Preflight, name_of
 from hf_kvquant.presets import latent_formats, preset_formats
 from hf_kvquant.report import _served_over_latents
 from hf_kvquant.spec.formats import KVFormat

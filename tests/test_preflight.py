@@ -31,7 +31,8 @@ from hf_kvquant.common.errors import CannotMeasure
 from hf_kvquant.models import probing
 from hf_kvquant.models.probing import hooked
 from hf_kvquant.preflight import check as preflight
-from hf_kvquant.preflight import divergence, verdict
+from hf_kvquant.preflight import divergence
+from hf_kvquant.preflight import result as preflight_result
 from hf_kvquant.preflight.signals import read_signals
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.state import patch_of
@@ -312,9 +313,9 @@ def test_dense_windows_of_a_preset_are_picked_with_it(preset: str) -> None:
     # Weights alone speak against four bits and fewer below head_dim 128.
     result = run_preflight(build(head_dim=128), presets=[preset, "none"], measure=False)
     assert result.config == KVQuantConfig.from_preset(preset) and result.spelled() == repr(preset)
-    assert verdict.name_of(result.config.formats(0)) == preset
+    assert preflight_result.name_of(result.config.formats(0)) == preset
     without = KVQuantConfig.from_preset(preset, residual_length=0)
-    assert verdict.name_of(without.formats(0)).endswith("first 4 and last 0 tokens dense")
+    assert preflight_result.name_of(without.formats(0)).endswith("first 4 and last 0 tokens dense")
 
 
 def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +335,7 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
             return self.cost(divergence.alone(index, formats)).kld
 
         def cost(self, config: KVQuantConfig) -> divergence.Cost:
-            names = [verdict.name_of(config.formats(index)) for index in range(2)]
+            names = [preflight_result.name_of(config.formats(index)) for index in range(2)]
             weights = (3.0, 2.9) if "none" not in names else (1.0, 0.9)
             kld = sum(weight * costs.get(name, 0.0) for weight, name in zip(weights, names, strict=True))
             return divergence.NO_COST._replace(kld=divergence.Estimate(kld, 0.0))
@@ -655,7 +656,7 @@ def test_weights_that_cannot_be_read_are_unknown(kind: str) -> None:
     for layer in result.layers:
         assert layer.signals.channel_ratio is None and "key channels" in layer.signals.unknown
         assert layer.signals.bias_ratio(None) == 0  # which is found by running the model
-        assert verdict.cells(layer)[1] == "?" and "key channels unknown" in layer.remarks()
+        assert preflight_result.cells(layer)[1] == "?" and "key channels unknown" in layer.remarks()
     assert "Unknown: run_preflight: `model` must " in result.report()
     assert len(run_preflight(model).layers) == 2
     with pytest.raises(
@@ -675,7 +676,7 @@ def test_weights_that_are_nowhere() -> None:
     for options in ({}, {"measure": False}):
         result = run_preflight(model, **options)
         assert not result.is_safe and result.kld is None
-        assert [verdict.cells(layer) for layer in result.layers] == [("?", "?", "-")] * 2
+        assert [preflight_result.cells(layer) for layer in result.layers] == [("?", "?", "-")] * 2
         assert all(layer.signals.head_dim == 64 and layer.signals.num_q_per_kv == 2 for layer in result.layers)
         assert "Divergences were not measured: " in result.report()
         with pytest.raises(PreflightError, match="must be checked in layer 0 before int4 is used, got no verdi"):

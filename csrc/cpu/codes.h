@@ -1,5 +1,6 @@
-// Reads codes: how each storage type becomes float32, and the scales and zeros that go with a tile of tokens. Codes are
-// read centred: symmetric codes are then the numbers that they stand for, and keys with a zero cancel less.
+// Reads codes: how each storage type becomes float32, and the scales and zeros that go with a tile of tokens. How codes
+// lie in a byte is in simd.h (`load_bits`, `load_u4`), by the rule of format.h. Codes are read centred: symmetric codes
+// are then the numbers that they stand for, and keys with a zero cancel less.
 //
 //   value = scale · (code - center) + (zero + center · scale)
 #pragma once

@@ -1,5 +1,6 @@
-// The CPU side of append and attention: chooses the instruction set, cuts the work into tasks and runs them on threads. Kernels
-// are called through the tables of kernels.h. Threads are PyTorch's own, so torch.set_num_threads applies here too.
+// The CPU side of append and attention: chooses the instruction set, cuts the work into tasks and runs them on threads.
+// Kernels are called through the tables of kernels.h. New tokens that stay dense are copied to their rows in the tail
+// here (`keep_dense`). Threads are PyTorch's own, so torch.set_num_threads applies here too.
 //
 // A task of decode is one block of query rows of one kv head and one split of the visible tokens. Splits depend on
 // lengths and num_splits only, never on threads, and are combined in order, so results do not change with the machine's

@@ -1,7 +1,7 @@
-// Quantises new tokens into codes, scales and zeros, bit for bit as reference.append does. Keys with a transform are
-// first transformed in scratch memory. Each scale then takes two passes over the values that share it: one finds their
-// range, one divides. Nothing is contracted or multiplied by a reciprocal: x - zero, the division and the rounding are
-// each one float32 operation, as in the reference.
+// Quantises new tokens into codes, scales and zeros, bit for bit as reference.append does; cpu.cpp copies those that stay
+// dense. Keys with a transform are first transformed in scratch memory. Each scale then takes two passes over the values
+// that share it: one finds their range, one divides. Nothing is contracted or multiplied by a reciprocal: x - zero, the
+// division and the rounding are each one float32 operation, as in the reference.
 //
 // Minimum and maximum drop a NaN. So the first pass also checks that all values are finite: if one is not, the scale is
 // NaN.

@@ -1,9 +1,9 @@
 """States of linear attention and convolutions in continuous batching: one slot of the cache's memory for each request.
 
 Some layers keep a state of fixed size for a sequence instead of keys and values: the last inputs of a convolution, and
-a matrix that sums up all tokens. Here the states of all layers of a request lie side by side in one slot: see
-`slots.py`. The numbers of a captured step are in transformers' block table, which is on the device. `state_layers.py`
-decides what reads slots and writes them.
+a matrix that sums up all tokens. Here the states of all layers of a request lie side by side in one slot. `slots.py`
+takes slots, gives them back and lets transformers copy them for forks. The numbers of a captured step are in
+transformers' block table, which is on the device. `state_layers.py` decides what reads slots and writes them.
 """
 
 from __future__ import annotations

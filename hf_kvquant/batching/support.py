@@ -182,7 +182,7 @@ def pages_of(
 
     Raises:
         NotImplementedError: A layer has no keys and values of its own, or attends to others.
-        ValueError: A layer's format cannot be paged, or `page_size` does not fit.
+        ValueError: A layer's format cannot be paged, or `page_size` does not fit; `PageLayout` says so.
     """
     states = states_of_a_token(model)
     num_layers = sum(each not in _WITHOUT_KEYS for each in _types_of(model))

@@ -41,8 +41,8 @@ from .divergence import (
     stored_shapes,
     window_for,
 )
+from .result import KLD, UNKNOWN, LayerCheck, Preflight, name_of, remember
 from .signals import SHAPES, Finding, KeySignals, read_signals
-from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of, remember
 
 # The presets to pick from, the smallest first. `int4-token` is for texts that are too short for blocks of keys:
 # otherwise `int4` takes the same bytes and diverges less, .003 and .039 nats on SmolLM2-135M-Instruct

@@ -29,8 +29,8 @@ from ..spec.key_transform import KeyTransform
 from ..state import notes_on
 from ..transforms.centering import NUM_POSITIONS
 from ..transforms.of_model import transforms_of
+from .result import measured
 from .signals import SHAPES, UNEVEN, Finding, KeySignals, is_readable, latent_growth
-from .verdict import measured
 
 logger = logging.getLogger(__name__)
 

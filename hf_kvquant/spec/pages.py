@@ -1,6 +1,6 @@
-"""`PageLayout`: how the keys and values of some tokens of one layer lie in one page. Only this file knows its bytes.
+"""`PageLayout`: how the keys and values of some tokens of one layer lie in one page.
 
-A page of P tokens is one run of bytes,
+Only this file knows its bytes, and which sizes fit. A page of P tokens is one run of bytes,
 
     K codes | V codes | K scale | K zero | V scale | V zero
 
