@@ -385,6 +385,20 @@ def test_prompts(engine: str) -> None:
 
 
 @variants
+def test_rows_may_begin_anywhere(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
+    """Also where they cannot be loaded, or copied to the tail, in words of several bytes."""
+    case = Case(formats, 64, torch.bfloat16, lengths=(37, 30), capacity=128, sink_length=4, residual_length=20)
+    planes = [clone(made, engine) for made in spoiled(case)]
+    again = [clone(made, engine) for made in planes]
+    lengths, new = case.lengths_tensor().to(engine), [tokens(case, 30, 64).to(engine) for _ in range(2)]
+    shifted = [torch.cat((x[..., :3], x), -1)[..., 3:] for x in new]
+    ops.append(*new, *planes, lengths, case.layout)
+    ops.append(*shifted, *again, lengths, case.layout)
+    for side in (0, 1):
+        assert_same_planes(again[side], clone(planes[side]), f"{case}, {'value' if side else 'key'}")
+
+
+@variants
 def test_a_sequence_does_not_depend_on_its_batch(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
     case = Case(
         formats, 64, torch.bfloat16, 4, 1, (700, 300), capacity=768, sink_length=4, residual_length=130

@@ -23,9 +23,11 @@ namespace hf_kvquant::cuda {
 namespace {
 
 constexpr int kNumWarps = 4;
-constexpr int kMinPromptTokens = 16;  // below, one token per lane: fewer instructions before the first store
 constexpr int kMaxTilesPerWarp = 4;
 constexpr int kMinWarps = 8192;  // below, fewer tiles per warp: three times what the largest GPUs hold at once
+// Below, one token per lane: so many warps run at once or nearly, and the first store comes after few instructions. Of 16
+// to 500 tokens of eight heads 3 us instead of 11 (H200, 2026-11, with instructions that are not in the cache).
+constexpr int kMinPromptTokens = 16, kMinPromptWarps = 16384;
 
 // Tokens per lane: as many as registers allow, since the overhead is the same for any number.
 __host__ __device__ constexpr int rows_of_lane(bool is_prompt, Dtype dtype) {
@@ -38,6 +40,7 @@ struct Job {
   Side side;
   KeyTransform transform;  // of keys
   int q_len;               // tokens of `dense`, the newest of the call
+  bool copies_words;       // rows of `dense` and of the tail can be copied in words of 16 bytes
   int tiles_per_warp;
   unsigned num_ctas, ctas_per_sequence;  // thread blocks of the launch
 };
@@ -46,6 +49,7 @@ struct Jobs {
   Job jobs[2];  // keys, values
   const int32_t* lengths;
   const int32_t* starts;  // nullptr: 0
+  unsigned num_tail_ctas;  // the last thread blocks of the launch, which write tails
   int num_kv_heads, capacity, dense_first, residual_length;
   Laps laps;
   int max_length;  // see max_length_of
@@ -315,26 +319,36 @@ struct TailUpdate {
 };
 
 // All threads of a thread block copy the new tokens of one head that the tail keeps.
-__device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h) {
+template <class Word>
+__device__ void copy_words_to_tail(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h) {
   const Side& side = job.side;
   const Dense& dense = job.dense;
-  const int64_t from = b * dense.stride_b + h * dense.stride_h;
-  const int64_t to = jobs.laps.tail_slot(static_cast<int>(b)) * side.tail_stride_b + h * side.tail_stride_h;
+  constexpr int kWordBytes = sizeof(Word);
+  const int bytes = side.tail_dtype == Dtype::fp32 ? 4 : 2, words_of_row = side.head_dim * bytes / kWordBytes;
+  const char* const from = static_cast<const char*>(dense.data) + (b * dense.stride_b + h * dense.stride_h) * bytes;
+  const int64_t slot = jobs.laps.tail_slot(static_cast<int>(b));
+  char* const to = static_cast<char*>(side.tail) + (slot * side.tail_stride_b + h * side.tail_stride_h) * bytes;
   const auto copy = [&](int begin, int end) {
-    for (int i = threadIdx.x; i < (end - begin) * side.head_dim; i += kNumWarps * kLanes) {
-      const int row = i / side.head_dim, c = i - row * side.head_dim, t = begin + row;
-      const int64_t source = from + int64_t{t - update.first_new} * dense.stride_t + c;
-      const int64_t target = to + tail_row(side, t, update.start, jobs.dense_first) * side.tail_stride_t + c;
-      if (side.tail_dtype == Dtype::fp32) {
-        static_cast<uint32_t*>(side.tail)[target] = static_cast<const uint32_t*>(dense.data)[source];
-      } else {
-        static_cast<uint16_t*>(side.tail)[target] = static_cast<const uint16_t*>(dense.data)[source];
-      }
+    for (int i = threadIdx.x; i < (end - begin) * words_of_row; i += kNumWarps * kLanes) {
+      const int row = i / words_of_row, word = i - row * words_of_row, t = begin + row;
+      const int64_t source = int64_t{t - update.first_new} * dense.stride_t * bytes;
+      const int64_t target = int64_t{tail_row(side, t, update.start, jobs.dense_first)} * side.tail_stride_t * bytes;
+      reinterpret_cast<Word*>(to + target)[word] = reinterpret_cast<const Word*>(from + source)[word];
     }
   };
   const int first = max(tail_kept(side, update.length), update.old);
   copy(first, update.length);
   copy(max(update.start, update.old), min(update.start + jobs.dense_first, first));
+}
+
+__device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h) {
+  if (job.copies_words) {
+    copy_words_to_tail<uint4>(jobs, job, update, b, h);
+  } else if (job.side.tail_dtype == Dtype::fp32) {
+    copy_words_to_tail<uint32_t>(jobs, job, update, b, h);
+  } else {
+    copy_words_to_tail<uint16_t>(jobs, job, update, b, h);
+  }
 }
 
 // Quantises the block of tokens from `begin` on, in one head. The first tokens, kept dense, count as padding: their
@@ -378,13 +392,17 @@ __device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned cta) {
   copy_to_tail(jobs, job, update, b, h);
 }
 
-// Writes the tails of sides that quantise every token at once: a thread block for every head of a sequence and side.
-__global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_constant__ Jobs jobs) {
-  const Job& job = jobs.jobs[blockIdx.x % 2];
-  const unsigned head = blockIdx.x / 2, b = head / jobs.num_kv_heads;
+// Writes the tail of a side that quantises every token at once: each thread block that of a head of a sequence.
+__device__ void append_tail(const Jobs& jobs, unsigned cta) {
+  const Job& job = jobs.jobs[cta % 2];
+  const unsigned head = cta / 2, b = head / jobs.num_kv_heads;
   if (job.side.tail == nullptr || job.side.has_channel_scales) return;
   const TailUpdate update(jobs, job, b);
   if (update.length > update.old) copy_to_tail(jobs, job, update, b, head - b * jobs.num_kv_heads);
+}
+
+__global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_constant__ Jobs jobs) {
+  append_tail(jobs, blockIdx.x);
 }
 
 // --- rows of more than 256 channels, for latents
@@ -467,6 +485,8 @@ Dtype dtype_of_rows(const Job& job, bool is_prompt) {
 // prompt take 6 % longer in a launch of their own (H200, 2026-11).
 template <Way kWay, bool kIsPrompt>
 __global__ void __launch_bounds__(kNumWarps* kLanes) append_sides(const __grid_constant__ Jobs jobs) {
+  const unsigned num_ctas = gridDim.x - jobs.num_tail_ctas;
+  if (blockIdx.x >= num_ctas) return append_tail(jobs, blockIdx.x - num_ctas);
   const bool is_value = blockIdx.x >= jobs.jobs[0].num_ctas;
   const Job& job = jobs.jobs[is_value];
   const unsigned cta = blockIdx.x - (is_value ? jobs.jobs[0].num_ctas : 0);
@@ -539,18 +559,31 @@ bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
   return (reinterpret_cast<int64_t>(dense.data) | bytes) % 16 == 0;
 }
 
+Job job_of(const AppendParams& params, const Dense& dense, const Side& side, const KeyTransform& transform) {
+  const int64_t elements = side.tail_stride_b | side.tail_stride_h | side.tail_stride_t | side.head_dim;
+  const int64_t tail = reinterpret_cast<int64_t>(side.tail) | elements * (side.tail_dtype == Dtype::fp32 ? 4 : 2);
+  return {dense, side, transform, params.q_len, has_aligned_rows(dense, params) && tail % 16 == 0, 1, 0, 0};
+}
+
+// Whether lanes take several tokens, whose rows must follow each other. In rings and pages they do not: looking for the
+// end of one among the tokens of a lane made every prompt 2 to 8 % slower (H200, 2026-11).
+bool is_prompt_of(const AppendParams& params) {
+  const int64_t num_rows = int64_t{2} * params.batch * params.num_kv_heads * params.q_len;
+  const int64_t num_warps = num_rows * params.key_side.head_dim / (kLanes * kChunk);
+  return !params.is_ring && params.page_table == nullptr && params.q_len >= kMinPromptTokens &&
+         num_warps >= kMinPromptWarps && has_aligned_rows(params.key, params) && has_aligned_rows(params.value, params);
+}
+
 }  // namespace
 
 void append(const AppendParams& params, void* stream) {
-  // Rings and pages do not use the kernels for prompts: looking for their end among the tokens of a lane made every
-  // prompt 2 to 8 % slower (H200, 2026-11).
-  const bool is_prompt = !params.is_ring && params.page_table == nullptr && params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
-                         has_aligned_rows(params.value, params);
+  const bool is_prompt = is_prompt_of(params);
   const int q_len = params.q_len;
-  const Jobs all = {{{params.key, params.key_side, params.key_transform, q_len, 1, 0, 0},
-                     {params.value, params.value_side, {}, q_len, 1, 0, 0}},
+  const Jobs all = {{job_of(params, params.key, params.key_side, params.key_transform),
+                     job_of(params, params.value, params.value_side, {})},
                     params.lengths,
                     params.starts,
+                    0,
                     params.num_kv_heads,
                     params.capacity,
                     params.sink_length,
@@ -589,20 +622,22 @@ void append(const AppendParams& params, void* stream) {
     launch("append", spoil_frozen_scales, int64_t{2} * params.batch * num_rows, num_threads, 0, stream, of_rows);
   }
   const Way ways[] = {way_of(jobs.jobs[0]), way_of(jobs.jobs[1])};
-  const auto launch_ctas = [&](Way way, int64_t of_keys, int64_t of_values) {
-    jobs.jobs[0].num_ctas = static_cast<unsigned>(of_keys);
-    launch("append", kernel_of(way, is_prompt), of_keys + of_values, num_threads, 0, stream, jobs);
-  };
-  if (ways[0] == ways[1] || (ways[0] == Way::transformed_rows && ways[1] == Way::rows)) {
-    launch_ctas(ways[0], num_ctas[0], num_ctas[1]);
-  } else {
-    launch_ctas(ways[0], num_ctas[0], 0);
-    launch_ctas(ways[1], 0, num_ctas[1]);
-  }
   const auto has_rows_and_tail = [](const Side& side) { return side.tail != nullptr && !side.has_channel_scales; };
-  if (has_rows_and_tail(params.key_side) || has_rows_and_tail(params.value_side)) {
-    launch("append", append_tails, int64_t{2} * params.batch * params.num_kv_heads, num_threads, 0, stream, all);
+  const bool has_tails = has_rows_and_tail(params.key_side) || has_rows_and_tail(params.value_side);
+  const int64_t num_tails = has_tails ? int64_t{2} * params.batch * params.num_kv_heads : 0;
+  const auto launch_ctas = [&](Way way, int64_t of_keys, int64_t of_values, int64_t of_tails) {
+    jobs.jobs[0].num_ctas = static_cast<unsigned>(of_keys), jobs.num_tail_ctas = static_cast<unsigned>(of_tails);
+    launch("append", kernel_of(way, is_prompt), of_keys + of_values + of_tails, num_threads, 0, stream, jobs);
+  };
+  // In a ring, tails may take tokens that rows do not.
+  const int64_t of_same = params.is_ring ? 0 : num_tails;
+  if (ways[0] == ways[1] || (ways[0] == Way::transformed_rows && ways[1] == Way::rows)) {
+    launch_ctas(ways[0], num_ctas[0], num_ctas[1], of_same);
+  } else {
+    launch_ctas(ways[0], num_ctas[0], 0, 0);
+    launch_ctas(ways[1], 0, num_ctas[1], of_same);
   }
+  if (of_same < num_tails) launch("append", append_tails, num_tails, num_threads, 0, stream, all);
 }
 
 }  // namespace hf_kvquant::cuda
