@@ -82,23 +82,33 @@ struct Output {
 
   __device__ __forceinline__ bool exists() const { return values != nullptr; }
 
-  // Writes the result of a weighted sum, the maximum and the sum of weights.
-  __device__ __forceinline__ void write(float4 total, float maximum, float sum) const {
+  // Takes the maximum and the sum of weights. Writes the log of their sum, and returns what weighted sums are
+  // multiplied with.
+  __device__ __forceinline__ float finish(float maximum, float sum) const {
     constexpr float kLn2 = 0.6931471805599453f;
+    float kept = 1.f;
     if (sink != -INFINITY) {
       const float before = maximum;
       maximum = fmaxf(before, sink);
-      const float kept = exp2_below(before, maximum);
-      total.x *= kept, total.y *= kept, total.z *= kept, total.w *= kept;
+      kept = exp2_below(before, maximum);
       // An infinite sink takes all the weight: infinity - infinity would be NaN.
       sum = sum * kept + (sink == maximum ? 1.f : exp2_below(sink, maximum));
     }
-    const float factor = sum == 0.f ? 0.f : 1.f / sum;
-    *values =
-        is_half
-            ? uint2{pack_halves(total.x * factor, total.y * factor), pack_halves(total.z * factor, total.w * factor)}
-            : uint2{pack_bfloats(total.x * factor, total.y * factor), pack_bfloats(total.z * factor, total.w * factor)};
     if (lse != nullptr) *lse = sum == 0.f ? -INFINITY : (maximum + log2f(sum) + constant) * kLn2;
+    return sum == 0.f ? 0.f : kept / sum;
+  }
+
+  // Four channels of a result as they are written.
+  static __device__ __forceinline__ uint2 packed(float4 total, float factor, bool is_half) {
+    const auto pack = [=](float low, float high) {
+      return is_half ? pack_halves(low * factor, high * factor) : pack_bfloats(low * factor, high * factor);
+    };
+    return {pack(total.x, total.y), pack(total.z, total.w)};
+  }
+
+  // Writes the result of a weighted sum, the maximum and the sum of weights.
+  __device__ __forceinline__ void write(float4 total, float maximum, float sum) const {
+    *values = packed(total, finish(maximum, sum), is_half);
   }
 };
 

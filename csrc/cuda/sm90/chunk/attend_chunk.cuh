@@ -10,12 +10,22 @@
 // Softmax. Scores are in log2 units. P' = 2^(score + exponent of the values - shift), rounded to float16. A shift is
 // raised only when P' would exceed 2^15, and the largest P' is 2^7 then. float16 keeps its precision down to 2^-14.
 //
-// Where the time goes (H200, 2026-11, int4, 1,024 tokens behind 32k): of 3,700 clocks a tile, products would need 2,048
-// if they were never interrupted. A warpgroup takes 1,400 to issue its products, 700 for the maximum, 1,000 for the
-// exponentials, 300 to wait for values. Tried and no faster: that the two warpgroups take turns (FlashAttention-3's
-// "ping-pong"); no maximum, but another product with the keys where the sum of P' is too large (1,900 us instead of
-// 1,050, since registers went to memory). To leave out the maximum where a bound on the scores allows it took 1,220 us
-// in a version whose results were wrong, so this is open. Not kept:
+// Where the time goes, with tiles from the scratch (H200, 2026-11, 1,024 tokens behind 32k, by samples of
+// instructions): 2,670 clocks a tile, in which products would need 2,048 if they were never interrupted;
+// FlashAttention-3 takes 2,300. A warpgroup takes 600 to issue its products, 190 until its turn, 210 until the scores
+// are there, 490 for the maximum, 1,000 for exponentials and rounding (FlashAttention-3: 770) and 130 between tiles.
+// Before the first tile and behind the last are 15,000 and 5,000 clocks. Tried and no faster:
+// - That the warpgroups do not take turns (FlashAttention-3's "ping-pong"): up to 7 % slower. With fillers in the
+//   thread block turns gain nothing.
+// - To wait for the products with values only behind the exponentials. They have ended before, and numbers then are
+//   rounded in a second pass, 250 clocks longer. A wait that no branch separates from exponentials before it does not
+//   even stay there: the compiler moves it in front of them.
+// - A quarter of the exponentials by a polynomial, beside the special function unit: 948 us instead of 875.
+// - Tiles and weights of bfloat16, which need less power than float16: 1 to 2 % faster, with three bits less.
+// - No maximum, but another product with the keys where the sum of P' is too large (1,900 us instead of 1,050 with
+//   fillers in the thread block, since registers went to memory). To leave out the maximum where a bound on the scores
+//   allows it took 1,220 us in a version whose results were wrong, so this is open.
+// Not kept:
 // - Products of int8 with keys. Queries rounded to int8 by row alone cost 2.1 to 5.4 times the error of PyTorch's bf16
 //   attention, and twice that error is the bound.
 // - To dequantise and let cuDNN attend, the prefix whole and the end causal, merged by lse. Of int8, 938 us instead of
@@ -61,35 +71,56 @@ template <class Shape>
 __device__ __forceinline__ void prepare_query(const DecodeParams& params, const DecodePlan& plan,
                                               const Segment& segment, unsigned char* memory,
                                               ChunkTables<Shape>& tables) {
-  // Those that attend do this while others bring the first tiles.
+  // Those that attend do this while others bring the first tiles. One lane finds where a row is for all others.
   constexpr int kWarps = kConsumers * kWarpgroup / kLanes;
   constexpr int kPerLane = Shape::kHeadDim / kLanes;
   constexpr int kSlots = (Shape::kRows + kWarps - 1) / kWarps, kAtOnce = 4;
+  static_assert(kSlots <= kLanes && kSlots % kAtOnce == 0);
+  using Word = std::conditional_t<kPerLane == 2, uint32_t, std::conditional_t<kPerLane == 4, uint2, uint4>>;
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, c = lane * kPerLane;
   const Side& keys = params.key_side;
   const bool is_half = params.query.dtype == Dtype::fp16, is_transformed = !is_identity(params.key_transform);
+  const bool is_split = is_interleaved(keys.storage);
   LaneTransform<kPerLane> transform;
   if (is_transformed) transform = {params.key_transform, keys.head_dim, segment.h, c};
   const float scale = params.softmax_scale * kLog2E, sign = scale < 0 ? -1.f : 1.f;
+  const auto* const query = static_cast<const uint16_t*>(params.query.data);
+  const uint64_t strides = plan.query_stride_b | plan.query_stride_h | plan.query_stride_t;
+  const bool is_aligned = (reinterpret_cast<uint64_t>(query) | 2 * strides) % sizeof(Word) == 0;
+  const int own = segment.row_tile * Shape::kRows + min(lane, kSlots - 1) * kWarps + warp;
+  const int own_token = plan.rows.token(own);
+  const int own_head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(own, own_token);
+  const uint32_t own_place =
+      segment.b * plan.query_stride_b + own_head * plan.query_stride_h + own_token * plan.query_stride_t;
+  union Channels {
+    Word word;
+    uint16_t bits[kPerLane];
+  } next[kAtOnce];
+  const auto load = [&](int first) {
+    for_all<kAtOnce>([&](int i) {
+      const int row = segment.row_tile * Shape::kRows + (first + i) * kWarps + warp;
+      const uint16_t* const from = query + __shfl_sync(kAllLanes, own_place, first + i) + c;
+      next[i].word = {};
+      if (row >= plan.rows.num_rows || c >= keys.head_dim) return;
+      if (is_aligned) {
+        next[i].word = *reinterpret_cast<const Word*>(from);
+      } else {
+        for_all<kPerLane>([&](int k) { next[i].bits[k] = from[k]; });
+      }
+    });
+  };
+  load(0);
 #pragma unroll 1
   for (int first = 0; first < kSlots; first += kAtOnce) {
-    uint16_t bits[kAtOnce][kPerLane];
-    for_all<kAtOnce>([&](int i) {
-      const int slot = (first + i) * kWarps + warp, row = segment.row_tile * Shape::kRows + slot;
-      const int token = plan.rows.token(row);
-      const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(row, token);
-      const uint16_t* values = static_cast<const uint16_t*>(params.query.data) +
-                               (segment.b * plan.query_stride_b + head * plan.query_stride_h +
-                                token * plan.query_stride_t + c);
-      const bool is_held = slot < Shape::kRows && row < plan.rows.num_rows && c < keys.head_dim;
-      for_all<kPerLane>([&](int k) { bits[i][k] = is_held ? values[k] : 0; });
-    });
+    Channels loaded[kAtOnce];
+    for_all<kAtOnce>([&](int i) { loaded[i] = next[i]; });
+    if (first + kAtOnce < kSlots) load(first + kAtOnce);
     for_all<kAtOnce>([&](int i) {
       const int slot = (first + i) * kWarps + warp;
-      if (slot >= Shape::kRows) return;
+      const auto& bits = loaded[i].bits;
       float x[kPerLane], constant = 0.f;
       for_all<kPerLane>([&](int k) {
-        x[k] = is_half ? half_to_float(bits[i][k]) : __uint_as_float(static_cast<uint32_t>(bits[i][k]) << 16);
+        x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(static_cast<uint32_t>(bits[k]) << 16);
       });
       if (is_transformed) {
         constant = transform_query(params.key_transform, transform, keys.head_dim, lane, lane, kLanes, x);
@@ -101,11 +132,18 @@ __device__ __forceinline__ void prepare_query(const DecodeParams& params, const 
       const bool is_zero = __uint_as_float(magnitude) < 1e-30f;
       const uint32_t exponent = magnitude >> 23;
       const float to_half = is_zero ? 0.f : sign * __uint_as_float((254 + kTileBits - 1 - exponent) << 23);
-      for_all<kPerLane>([&](int k) {
-        const int place = place_of_channel(keys.storage, c + k);
-        half_bits* unit = reinterpret_cast<half_bits*>(memory + unit_at(Shape::kRows, slot, place / kChunk));
-        unit[place % kChunk] = float_to_half(x[k] * to_half);
-      });
+      half_bits* const eight = reinterpret_cast<half_bits*>(memory + unit_at(Shape::kRows, slot, c / kChunk));
+      if (is_split) {
+        for_all<kPerLane>([&](int k) {
+          eight[place_of_channel(keys.storage, c + k) % kChunk] = float_to_half(x[k] * to_half);
+        });
+      } else {
+        uint32_t pairs[kPerLane / 2];
+        for_all<kPerLane / 2>([&](int k) { pairs[k] = pack_halves(x[2 * k] * to_half, x[2 * k + 1] * to_half); });
+        Word word;
+        memcpy(&word, pairs, sizeof(word));
+        *reinterpret_cast<Word*>(eight + c % kChunk) = word;
+      }
       if (lane > 0) return;
       const float unit = is_zero ? 0.f : __uint_as_float((exponent - (kTileBits - 1)) << 23);
       tables.factors[slot] = is_finite_bits(magnitude) ? fabsf(scale) * unit : NAN;
@@ -157,6 +195,8 @@ class Attention {
     for_all<kParts, kOutputs>([&](int n, int j) { output_[n][j] = 0.f; });
   }
 
+  // Products of a tile with keys and of the tile before with values are issued together. The latter end while the shift
+  // is found, so exponentials go straight to the registers that these products read.
   __device__ __forceinline__ void attend(int first_step, int last_step, int stride) {
     uint32_t weights[kSteps][4];
     float scores[kScores], factor[2];
@@ -178,12 +218,13 @@ class Attention {
     leave(0, number);
     if (!is_whole(step)) mask(scores, step, factor);
     tables_.filled[1][number].wait(0);
-    weigh(scores, number, factor);
-    pack(scores, weights);
+    raise_shifts(scores, number, factor);
+    weigh(scores, number, factor, weights);
     number += Shape::kTurn, step += Shape::kTurn * stride;
 #pragma unroll 1
     for (; step < last_step; step += Shape::kTurn * stride, number += Shape::kTurn) {
       const int key_stage = number % Shape::kKeyStages, value_stage = number % Shape::kValueStages;
+      const auto await_values = [&] { tables_.filled[1][value_stage].wait(number / Shape::kValueStages); };
       tables_.filled[0][key_stage].wait(number / Shape::kKeyStages);
       if constexpr (kTakesTurns) await_turn();
       pin(weights);
@@ -195,6 +236,7 @@ class Attention {
       if constexpr (kTakesTurns) pass_turn();
       find_factors(key_stage, factor);
       const bool is_partial = !is_whole(step);
+      if constexpr (Shape::kIsStreamed) await_values();  // copied right behind the keys
       wait_for_products<1>();
       pin(scores);
       leave(0, key_stage);
@@ -206,8 +248,8 @@ class Attention {
         mask(scores, step, factor);
         for_all<kSteps, 4>([&](int k, int i) { weights[k][i] = 0; });
       }
-      tables_.filled[1][value_stage].wait(number / Shape::kValueStages);
-      const bool is_raised = weigh(scores, value_stage, factor);
+      if constexpr (!Shape::kIsStreamed) await_values();
+      const bool is_raised = raise_shifts(scores, value_stage, factor);
       wait_for_products<0>();
       for_all<kParts>([&](int n) { pin(output_[n]); });
       pin(weights);
@@ -219,7 +261,7 @@ class Attention {
         for_all<kParts, kOutputs>([&](int n, int j) { output_[n][j] *= kept[j / 2 % 2]; });
         __syncwarp();
       }
-      pack(scores, weights);
+      weigh(scores, value_stage, factor, weights);
     }
     pin(weights);
     for_all<kParts>([&](int n) { pin(output_[n]); });
@@ -302,9 +344,9 @@ class Attention {
     for_all<2>([&](int i) { factor[i] = (kKeepsFactors ? factors_[i] : tables_.factors[row_of(slot(i))]) * unit; });
   }
 
-  // Turns the scores of a tile into weights. Returns whether shifts were raised; rows then say how much is kept of the
-  // sums so far.
-  __device__ __forceinline__ bool weigh(float (&scores)[kScores], int stage, const float (&factor)[2]) {
+  // Raises the shifts that are too small for the scores of a tile. Returns whether there were such; rows then say how
+  // much is kept of the sums so far.
+  __device__ __forceinline__ bool raise_shifts(const float (&scores)[kScores], int stage, const float (&factor)[2]) {
     const TileNotes& notes = tables_.notes[1][stage];
     const float exponent = notes.exponent;
     if (__builtin_expect(notes.has_bad, 0)) note_bad(scores, notes);
@@ -329,15 +371,25 @@ class Attention {
         shift_[i] = shift;
       });
     }
+    return is_raised;
+  }
+
+  // Turns the scores of a tile into weights, and adds these to the sums.
+  __device__ __forceinline__ void weigh(float (&scores)[kScores], int stage, const float (&factor)[2],
+                                        uint32_t (&weights)[kSteps][4]) {
+    const float exponent = tables_.notes[1][stage].exponent;
     float sum[4] = {};
     const float lift[2] = {exponent - shift_[0], exponent - shift_[1]};
-    for_all<kScores>([&](int j) {
-      scores[j] = exp2_approx(fmaf(scores[j], factor[j / 2 % 2], lift[j / 2 % 2]));
-      sum[j % 4] += scores[j];
+    for_all<kSteps, 4>([&](int k, int i) {
+      for_all<2>([&](int half) {
+        const int j = 8 * k + 2 * i + half;
+        scores[j] = exp2_approx(fmaf(scores[j], factor[i % 2], lift[i % 2]));
+        sum[j % 4] += scores[j];
+      });
+      weights[k][i] = pack_halves(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
     });
     const float whole = exp2_approx(-exponent);
     for_all<2>([&](int i) { sum_[i] = fmaf(sum[2 * i] + sum[2 * i + 1], whole, sum_[i]); });
-    return is_raised;
   }
 
   // Applies factors, which become 1, softcap and ALiBi, and sets the scores of tokens that a row does not attend to
@@ -407,12 +459,6 @@ class Attention {
     });
   }
 
-  __device__ __forceinline__ static void pack(const float (&scores)[kScores], uint32_t (&weights)[kSteps][4]) {
-    for_all<kSteps, 4>([&](int k, int i) {
-      weights[k][i] = pack_halves(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
-    });
-  }
-
   const DecodeParams& params_;
   ChunkTables<Shape>& tables_;
   const uint32_t memory_;
@@ -446,13 +492,24 @@ __device__ __forceinline__ void merge(float4& total, float2& sums, const float4&
   total.z = total.z * kept + other.z * weight, total.w = total.w * kept + other.w * weight;
 }
 
-// Reads four channels of a row in shared memory, of both warpgroups if they share rows.
+// Maximum and sum of a row, of both warpgroups if they share rows.
 template <class Shape>
-__device__ __forceinline__ float4 row_of_result(const float* outputs, const ChunkTables<Shape>& tables, int row, int c,
-                                                float2& sums) {
-  float4 values = *reinterpret_cast<const float4*>(outputs + row * Shape::kOutputStride + c);
-  sums = tables.sums[row];
+__device__ __forceinline__ float2 sums_of_result(const ChunkTables<Shape>& tables, int row) {
+  float2 sums = tables.sums[row];
   if constexpr (Shape::kSharesRows) {
+    float4 none = {};
+    merge(none, sums, none, tables.sums[row + Shape::kRows]);
+  }
+  return sums;
+}
+
+// Four channels of it, from shared memory.
+template <class Shape>
+__device__ __forceinline__ float4 row_of_result(const float* outputs, const ChunkTables<Shape>& tables, int row,
+                                                int c) {
+  float4 values = *reinterpret_cast<const float4*>(outputs + row * Shape::kOutputStride + c);
+  if constexpr (Shape::kSharesRows) {
+    float2 sums = tables.sums[row];
     const int other = row + Shape::kRows;
     merge(values, sums, *reinterpret_cast<const float4*>(outputs + other * Shape::kOutputStride + c),
           tables.sums[other]);
@@ -471,28 +528,37 @@ __device__ __forceinline__ void store_part(const DecodePlan& plan, const Segment
 #pragma unroll 4
   for (int index = thread; index < num_rows * kQuads; index += kThreads) {
     const int row = index / kQuads, c = index % kQuads * 4;
-    float2 sums;
-    __stcg(Slot::values(slot, row, c), row_of_result(outputs, tables, row, c, sums));
+    __stcg(Slot::values(slot, row, c), row_of_result(outputs, tables, row, c));
     if (c > 0) continue;
-    __stcg(Slot::sums(slot, row), sums);
+    __stcg(Slot::sums(slot, row), sums_of_result(tables, row));
     __stcg(Slot::constants(slot) + row, tables.constants[row]);
   }
 }
 
-// Writes them as the unit's output. Not inlined: the compiler then orders the loop before it better, 1,096 us instead
-// of 1,145 (as above).
+// Writes them as the unit's output. Where a row goes and what it is multiplied with, one lane finds for all others. Not
+// inlined: the compiler then orders the loop before it better, 1,096 us instead of 1,145 (as above).
 template <class Shape>
 __device__ __noinline__ void store_output(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                           const float* outputs, const ChunkTables<Shape>& tables, int thread) {
-  constexpr int kThreads = kConsumers * kWarpgroup, kQuads = Shape::kHeadDim / 4;
+  constexpr int kQuads = Shape::kHeadDim / 4, kRowsOfWarp = Shape::kRows / (kConsumers * kWarpgroup / kLanes);
+  const int lane = thread % kLanes, first = thread / kLanes * kRowsOfWarp;
+  Output output;
+  float factor = 0.f;
+  if (lane < kRowsOfWarp) {
+    output = {params, plan, segment, tables.constants, Shape::kRows, first + lane, 0};
+    const float2 sums = sums_of_result(tables, first + lane);
+    factor = output.finish(sums.x, sums.y);
+  }
+  const auto begin = reinterpret_cast<unsigned long long>(output.values);
+  const bool is_half = params.query.dtype == Dtype::fp16;
 #pragma unroll 4
-  for (int index = thread; index < Shape::kRows * kQuads; index += kThreads) {
+  for (int index = lane; index < kRowsOfWarp * kQuads; index += kLanes) {
     const int row = index / kQuads, c = index % kQuads * 4;
-    const Output output(params, plan, segment, tables.constants, Shape::kRows, row, c);
-    if (!output.exists()) continue;
-    float2 sums;
-    const float4 values = row_of_result(outputs, tables, row, c, sums);
-    output.write(values, sums.x, sums.y);
+    uint2* const values = reinterpret_cast<uint2*>(__shfl_sync(kAllLanes, begin, row));
+    const float own_factor = __shfl_sync(kAllLanes, factor, row);
+    if (values == nullptr || c >= params.value_side.head_dim) continue;
+    const float4 total = row_of_result(outputs, tables, first + row, c);
+    values[c / 4] = Output::packed(total, own_factor, is_half);
   }
 }
 
@@ -504,6 +570,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(kSwizzleBytes) unsigned char memory[];
   auto& tables = *reinterpret_cast<ChunkTables<Shape>*>(memory + Shape::kTablesAt);
   Segment segment = segment_of_cta(plan);
+  // The last rows attend to the most tokens, so they begin first.
+  segment.row_tile = plan.num_row_tiles - 1 - segment.row_tile;
   if constexpr (Shape::kIsStreamed) segment.b += plan.first_b, segment.h += plan.first_h;
   if (threadIdx.x == 0) {
     for_all<2, Shape::kMostStages>([&](int side, int stage) {
