@@ -16,7 +16,7 @@ struct AttendRow;
 // Whether long chunks read tiles that a launch before fills once (sm90/chunk/scratch.cuh), from how many query rows of
 // a key-value head on. So do chunks over unquantised tokens, which no other chunk kernel serves.
 constexpr bool kHasScratch = true;
-constexpr int kMinScratchRows = 2048;
+constexpr int kMinScratchRows = 1024;
 
 // Up to how many query rows the chunk kernel for few of them serves, and whether it could: softcap and ALiBi change
 // scores, which it has no code for.

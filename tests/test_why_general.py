@@ -316,7 +316,7 @@ def test_the_chunk_kernel_serves_many_rows_of_codes() -> None:
 MANY = {
     "codes of values": (
         many(value=NONE),
-        f"wanted keys and values as {PAIRS}, got int8+none; for many query rows: wanted codes, or 16 bits and 2048 "
+        f"wanted keys and values as {PAIRS}, got int8+none; for many query rows: wanted codes, or 16 bits and 1024 "
         "query rows of a key-value head, got bfloat16 values and 128",
     ),
     "channels": (

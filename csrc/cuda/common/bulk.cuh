@@ -64,14 +64,7 @@ __device__ __forceinline__ void store_bulk(void* to, const void* from, int num_b
 #endif
 }
 
-// Waits until all such copies of this thread are written.
-__device__ __forceinline__ void wait_for_bulk_stores() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
-#endif
-}
-
-// In two steps: such copies begin at the latest here, ...
+// Such copies begin at the latest here, ...
 __device__ __forceinline__ void commit_bulk_stores() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

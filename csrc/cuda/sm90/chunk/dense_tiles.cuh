@@ -1,5 +1,6 @@
-// Tiles with tokens that are no codes: tiles of the tail, of a chunk, and of copies (shape.cuh). They are the same for all row tiles of a
-// head. So `fill_dense` fills each once, in a launch before, and thread blocks that attend only copy them.
+// Tiles with tokens that are no codes: tiles of the tail, of a chunk, and of copies (shape.cuh). They are the same for
+// all row tiles of a head. So `fill_dense` fills each once, in a launch before, and thread blocks that attend only copy
+// them.
 #pragma once
 
 #include "../../attend/combine.cuh"
@@ -8,7 +9,7 @@
 
 namespace hf_kvquant::cuda {
 
-constexpr int kDenseThreads = 512;
+constexpr int kDenseThreads = 1024;  // with half, a thread has twice the registers: one thread block still
 
 __device__ __forceinline__ bool is_finite_bits(uint32_t magnitude) { return magnitude < 0x7f800000u; }
 
@@ -105,6 +106,26 @@ __device__ __forceinline__ uint32_t largest_of_all(uint32_t x, uint32_t* shared)
   return x;
 }
 
+// Loads words of memory, or zeros if `is_held` is false, without a branch.
+template <int kBytes>
+__device__ __forceinline__ void load_words_if(bool is_held, const void* from, uint32_t* words) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  for_all<kBytes / 4>([&](int w) { words[w] = 0; });
+  if constexpr (kBytes == 16) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %4, 0; @p ld.global.v4.b32 {%0,%1,%2,%3}, [%5];}"
+                 : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+                 : "r"(static_cast<int>(is_held)), "l"(from));
+  } else if constexpr (kBytes == 4) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p ld.global.b32 %0, [%2];}"
+                 : "+r"(words[0])
+                 : "r"(static_cast<int>(is_held)), "l"(from));
+  } else {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.v2.b32 {%0,%1}, [%3];}"
+                 : "+r"(words[0]), "+r"(words[1])
+                 : "r"(static_cast<int>(is_held)), "l"(from));
+  }
+}
+
 // Each thread block fills one tile, each thread eight channels of some of its tokens. A key that is no code is
 // transformed as it would be before it is quantised. Streamed tiles lie in the order of the sequence.
 template <class Shape>
@@ -141,20 +162,37 @@ __global__ void __launch_bounds__(kDenseThreads)
   const bool is_transformed = is_key && !is_identity(params.key_transform);
   float x[kItems][kChunk];
   bool is_plain[kItems];
-  for_all<kItems>([&](int i) {
-    const int place = first + own + i * kTokens, token = copies.token(place);
-    const bool is_held = c < side.head_dim && place < copies.end(), is_new = is_held && token >= num_stored;
-    is_plain[i] = is_new || (is_held && tail.has(side, token) && !copies.has_codes(place, is_key));
-    for_all<kChunk>([&](int k) { x[i][k] = 0.f; });
-    if (is_new) {
-      const int64_t at = int64_t{b} * dense.stride_b + h * dense.stride_h + (token - num_stored) * dense.stride_t;
-      load_values(dense.data, dense.dtype, at + c, x[i]);
-    } else if (is_plain[i]) {
-      tail.load(side, h, token, c, x[i]);
-    } else if (is_held) {
-      load_channels(side, plan.laps.slot(b, token), h, plan.laps.row(token), c, x[i]);
-    }
-  });
+  if (params.is_chunk && first >= num_stored && dense.dtype != Dtype::fp32) {
+    // All tokens are new, so their loads need not wait for each other.
+    const int64_t from = int64_t{b} * dense.stride_b + h * dense.stride_h + c;
+    uint32_t words[kItems][4];
+    for_all<kItems>([&](int i) {
+      const int token = first + own + i * kTokens;
+      is_plain[i] = c < side.head_dim && token < copies.end();
+      const int64_t at = from + (token - num_stored) * dense.stride_t;
+      load_words_if<16>(is_plain[i], static_cast<const uint16_t*>(dense.data) + at, words[i]);
+    });
+    const bool is_half = dense.dtype == Dtype::fp16;
+    for_all<kItems, kChunk>([&](int i, int k) {
+      const uint32_t bits = words[i][k / 2] >> (k % 2 * 16) & 0xffff;
+      x[i][k] = is_half ? half_to_float(bits) : __uint_as_float(bits << 16);
+    });
+  } else {
+    for_all<kItems>([&](int i) {
+      const int place = first + own + i * kTokens, token = copies.token(place);
+      const bool is_held = c < side.head_dim && place < copies.end(), is_new = is_held && token >= num_stored;
+      is_plain[i] = is_new || (is_held && tail.has(side, token) && !copies.has_codes(place, is_key));
+      for_all<kChunk>([&](int k) { x[i][k] = 0.f; });
+      if (is_new) {
+        const int64_t at = int64_t{b} * dense.stride_b + h * dense.stride_h + (token - num_stored) * dense.stride_t;
+        load_values(dense.data, dense.dtype, at + c, x[i]);
+      } else if (is_plain[i]) {
+        tail.load(side, h, token, c, x[i]);
+      } else if (is_held) {
+        load_channels(side, plan.laps.slot(b, token), h, plan.laps.row(token), c, x[i]);
+      }
+    });
+  }
   if (is_transformed) {
     LaneTransform<kChunk> inverted(params.key_transform, side.head_dim, h, c);
     inverted.invert(params.key_transform);

@@ -46,27 +46,7 @@ __device__ __forceinline__ constexpr float unit_of_pair(int pair) {
   return is_integer(kStorage) ? unit_of_place(pair * bits_of(kStorage) % 8) : 1.f;
 }
 
-// Loads words of memory, or zeros if `is_held` is false, without a branch.
-template <int kBytes>
-__device__ __forceinline__ void load_words_if(bool is_held, const void* from, uint32_t* words) {
-  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-  for_all<kBytes / 4>([&](int w) { words[w] = 0; });
-  if constexpr (kBytes == 16) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %4, 0; @p ld.global.v4.b32 {%0,%1,%2,%3}, [%5];}"
-                 : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
-                 : "r"(static_cast<int>(is_held)), "l"(from));
-  } else if constexpr (kBytes == 4) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p ld.global.b32 %0, [%2];}"
-                 : "+r"(words[0])
-                 : "r"(static_cast<int>(is_held)), "l"(from));
-  } else {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.v2.b32 {%0,%1}, [%3];}"
-                 : "+r"(words[0]), "+r"(words[1])
-                 : "r"(static_cast<int>(is_held)), "l"(from));
-  }
-}
-
-// The same for a float16 number.
+// Loads a float16 number, or zero if `is_held` is false, without a branch.
 __device__ __forceinline__ uint32_t load_half_if(bool is_held, const half_bits* from) {
   // A register of 32 bits: to widen a narrower one would wait for the load.
   uint32_t bits = 0;

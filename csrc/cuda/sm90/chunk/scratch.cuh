@@ -6,9 +6,10 @@
 // shared memory, its notes a second one. One thread of a thread block then issues all copies. The scratch is bounded
 // (choose.cpp), so a call may be cut into slices of heads, and each is filled and attended to in turn.
 //
-// H200, 2026-11, 32 and 8 heads of 128, int8 and int4, in us, before and with it, and FlashAttention-3 in bfloat16:
-// 1 x 32k + 1,024 1,130 and 1,082, 915 and 903, 722; + 4,096 4,435 and 4,228, 3,705 and 3,672, 2,718; 8 x 8k + 4,096
-// 7,321 and 7,096, 6,780 and 6,742, 5,057. `none` takes 906, 3,316 and 6,599: what is left is not the codes.
+// H200, 2026-11, 32 and 8 heads of 128, int8 and int4, in us, without it, with it, and FlashAttention-3 in bfloat16:
+// 1 x 32k + 1,024 1,130 and 1,082, 875 and 862, 717; + 4,096 4,435 and 4,228, 3,134 and 3,107, 2,711; 8 x 8k + 4,096
+// 7,321 and 7,096, 5,782 and 5,631, 4,464. `none` takes 881, 3,148 and 5,883: what is left is not the codes. From 256
+// tokens on (1,024 rows) it is worth it: 1 x 32k + 256 318 and 311, 8 x 8k + 256 653 and 621; 128 tokens 169 and 197.
 #pragma once
 
 #include "fill.cuh"
@@ -102,7 +103,8 @@ __device__ __forceinline__ void fill_slot(const DecodeParams& params, const Deco
   const TilePlaces<Shape> places(plan, workspace, kIsKey);
   store_bulk(places.tiles + int64_t{slot} * Shape::kTileBytes, source.tile(0), Shape::kTileBytes);
   store_bulk(places.notes + slot, &source.notes(0), sizeof(TileNotes));
-  wait_for_bulk_stores();
+  commit_bulk_stores();
+  wait_for_bulk_reads();
 }
 
 // Each thread block fills one tile, of keys or of values.
@@ -112,7 +114,10 @@ __global__ void __launch_bounds__(kFillThreads, kFillCtas)
                  const __grid_constant__ DecodePlan plan, float* workspace) {
 #if KVQ_HAS_WGMMA
   extern __shared__ __align__(kSwizzleBytes) unsigned char memory[];
-  wait_for_launch_before();
+  // Behind fill_dense this starts when that has waited, and fills other tiles beside it. It ends after it, so who waits
+  // for this launch waits for both.
+  const bool is_behind_dense = plan.dense[0].count() + plan.dense[1].count() > 0;
+  if (!is_behind_dense) wait_for_launch_before();
   start_launch_behind();
   const int slot = blockIdx.x;
   if (slot < plan.scratch_tiles) {
@@ -120,6 +125,7 @@ __global__ void __launch_bounds__(kFillThreads, kFillCtas)
   } else {
     fill_slot<Shape, false>(params, plan, workspace, memory, slot - plan.scratch_tiles);
   }
+  if (is_behind_dense) wait_for_launch_before();
 #endif
 }
 
