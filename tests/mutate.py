@@ -1316,6 +1316,24 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/generate/continued.py",
+        (
+            "return input_ids.shape[1] - held",
+            "return input_ids.shape[1]",
+            "assisted decoding reads tokens again that a given cache holds",
+            "generate",
+        ),
+    ),
+    *of(
+        "hf_kvquant/generate/positions.py",
+        (
+            "setattr(model.get_submodule(name), _NAME, offset.to(model.device))",
+            "pass",
+            "a turn has another text's",
+            "pictures",
+        ),
+    ),
+    *of(
         "hf_kvquant/generate/hook.py",
         (
             '    check_folded(model, "generate")\n',

@@ -11,6 +11,7 @@ import functools
 import logging
 import re
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import compare
@@ -40,6 +41,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.layers import KVQuantLayer
+from hf_kvquant.generate.hook import _log_guidance
 from hf_kvquant.models import probing
 from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.spec import reference
@@ -231,6 +233,80 @@ def test_prompt_lookup(config: str) -> None:
     with patched(model, CONFIGS[config]):
         output = greedy(model, {"input_ids": prompt}, prompt_lookup_num_tokens=3)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
+
+
+TEXT = torch.tensor([[5, 9, 5, 9, 5, 9, 7, 5, 9]])
+
+
+def holding(model: Any, config: Any, num_tokens: int) -> KVQuantCache:
+    """A cache that holds the first tokens of `TEXT`."""
+    max_cache_len = 64 if KVQuantConfig.resolve(config).static else None
+    cache = KVQuantCache(model.config, config, max_cache_len=max_cache_len)
+    with torch.no_grad():
+        model(TEXT[:, :num_tokens], **with_cache(cache))
+    return cache
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["", "wrapped"])
+@pytest.mark.parametrize("helper", ["lookup", "assistant"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_assisted_decoding_reads_only_what_a_given_cache_lacks(config: str, helper: str, is_wrapped: bool) -> None:
+    """Also where the model's own method is replaced on the instance, as for Phi-3, which is there again afterwards."""
+    model = models.build("llama")
+    assistant = models.build("llama", num_hidden_layers=1)
+    options = {"prompt_lookup_num_tokens": 3} if helper == "lookup" else {"assistant_model": assistant}
+    with patched(model, CONFIGS[config]):
+        expected = greedy(model, {"input_ids": TEXT}, **with_cache(holding(model, CONFIGS[config], 6)))
+        if is_wrapped:
+            model.prepare_inputs_for_generation = functools.partial(model.prepare_inputs_for_generation)
+        own = vars(model).get("prepare_inputs_for_generation")
+        cache = holding(model, CONFIGS[config], 6)
+        output = greedy(model, {"input_ids": TEXT}, **with_cache(cache), **options)
+        assert vars(model).get("prepare_inputs_for_generation") is own
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert {storage.length for storage in cache.storages} == {output.sequences.shape[1] - 1}
+
+
+def test_assisted_decoding_over_a_given_cache_takes_the_whole_text() -> None:
+    model = models.llama()
+    part = {"input_ids": TEXT[:, 6:], "attention_mask": torch.ones_like(TEXT)}
+    embeddings = {"inputs_embeds": model.get_input_embeddings()(TEXT)}
+    for inputs, error, message in (
+        (part, ValueError, "`input_ids` must be the whole text for .* also the 6 .*, got 3 of 9 tokens"),
+        (embeddings, NotImplementedError, "`inputs_embeds` must be None for assisted decoding over a cache that holds"),
+    ):
+        with patched(model, "int8"), pytest.raises(error, match=message):
+            greedy(model, inputs, **with_cache(holding(model, "int8", 6)), prompt_lookup_num_tokens=3)
+        assert "prepare_inputs_for_generation" not in vars(model)
+
+
+def test_the_second_cache_of_guidance_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.llama()
+    _log_guidance.cache_clear()
+    with patched(model, "int8"), caplog.at_level(logging.WARNING, "hf_kvquant"):
+        for _ in range(2):
+            greedy(model, {"input_ids": TEXT}, guidance_scale=1.5)
+        greedy(model, {"input_ids": TEXT}, guidance_scale=1)
+    assert [record.message for record in caplog.records].count(
+        "generate keeps a second cache for `guidance_scale`, that of the negative prompt, which transformers makes and "
+        "which is not quantised."
+    ) == 1
+
+
+def test_a_cache_of_beams_does_not_go_on(tmp_path: Path) -> None:
+    """The last step of a search reorders it for beams that are not returned, in transformers, too."""
+    model = models.llama()
+    with patched(model, "int8"):
+        output = greedy(model, {"input_ids": TEXT}, num_beams=3, num_return_sequences=3)
+        cache, text = cache_of(output), torch.cat([output.sequences, TEXT.expand(3, -1)], 1)
+        message = "must hold the sequences that generate has returned, got the cache of a search with beams"
+        with pytest.raises(ValueError, match=f"^generate: `[a-z_]+` {message}"):
+            greedy(model, {"input_ids": text}, **with_cache(cache))
+        with pytest.raises(ValueError, match=f"^KVQuantCache.save: `cache` {message}"):
+            cache.save(tmp_path / "beams.safetensors", model)
+        cache.reset()
+        again = greedy(model, {"input_ids": text}, **with_cache(cache))
+        compare.assert_same(again.sequences, greedy(model, {"input_ids": text}).sequences, "tokens")
 
 
 @pytest.mark.parametrize("which", ["main", "both", "assistant"])

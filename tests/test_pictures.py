@@ -7,8 +7,10 @@ it. That only text models are patched is tested in `test_patching.py`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import compare
@@ -158,6 +160,35 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(name: str, feature: st
 def test_presets_attend_to_what_the_reference_decodes(name: str, preset: str) -> None:
     _, cache = models.check_against_reference(model_of(name), preset, prompt_of(name))
     assert not any(storage.tally.fallbacks for storage in cache.storages)
+
+
+@pytest.mark.parametrize("way", ["at once", "behind another text", "loaded", "selected"])
+def test_a_next_turn_has_the_positions_of_its_own_picture(way: str, tmp_path: Path) -> None:
+    """Qwen2-VL keeps what a picture does to positions in the model, where the next text replaces it."""
+    model, inputs = model_of("qwen2_vl"), prompt_of("qwen2_vl")
+    more = torch.tensor([[7, 8, 9]]).expand(3, -1)
+    with patched(model, "int8"):
+        cache = KVQuantCache(model.config, "int8")
+        first = greedy(model, inputs, **with_cache(cache))
+        turn = {"input_ids": torch.cat([first.sequences, more], 1)}
+        mask = torch.ones(3, turn["input_ids"].shape[1] - inputs["input_ids"].shape[1], dtype=torch.long)
+        turn["attention_mask"] = torch.cat([inputs["attention_mask"], mask], 1)
+        expected = greedy(model, turn, **with_cache(copy.deepcopy(cache))).sequences
+        offset = model.model.rope_deltas.clone()
+        assert (offset != 0).all()
+        if way == "loaded":
+            cache.save(tmp_path / "turn.safetensors", model)
+            model.model.rope_deltas = None
+            cache = KVQuantCache.load(tmp_path / "turn.safetensors", model)
+        elif way != "at once":
+            greedy(model, {"input_ids": torch.tensor([[3, 4, 5]])})
+        if way == "selected":
+            rows = torch.tensor([2, 0])
+            cache.batch_select_indices(rows)
+            turn, expected, offset = {name: x[rows] for name, x in turn.items()}, expected[rows], offset[rows]
+        actual = greedy(model, turn, **with_cache(cache)).sequences
+    compare.assert_same(actual, expected, "tokens")
+    compare.assert_same(model.model.rope_deltas, offset, "offsets")
 
 
 @pytest.mark.parametrize("name", [name for name in _CONFIGS if name != "mllama"])

@@ -262,6 +262,10 @@ class KVQuantCache(QuantizedCache):
                     f"numbers from {-batch} to {batch - 1}, or a mask of {batch} values."
                 ) from error
         super().batch_select_indices(indices)
+        if batch is not None:
+            for name, offset in self.notes.rope_deltas.items():
+                rows = offset.repeat_interleave(batch // offset.shape[0], dim=0)
+                self.notes.rope_deltas[name] = rows[indices.to(rows.device)]
 
     def reset(self) -> None:
         """Forget all tokens."""

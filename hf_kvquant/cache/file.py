@@ -96,6 +96,7 @@ def save_cache(cache: SavedCache, path: str | os.PathLike[str], model: PreTraine
     check_model(where, model)
     storages = _storages(where, cache, model)
     length, batch = _check_at_rest(where, storages)
+    cache.notes.check_no_beams(where, "cache")
     layers: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for index, storage in storages.items():
@@ -113,6 +114,7 @@ def save_cache(cache: SavedCache, path: str | os.PathLike[str], model: PreTraine
             "has_holes": cache.notes.has_holes,
             "has_seen_mask": cache.notes.has_seen_mask,
             "is_uneven": cache.notes.is_uneven,
+            "rope_deltas": {name: offset.tolist() for name, offset in cache.notes.rope_deltas.items()},
             "layers": layers,
         }
     )
@@ -158,6 +160,7 @@ def load_cache(
             cache.notes.has_seen_mask = flag(facts, "has_seen_mask")
             # Files of earlier versions lack it. Their caches had no plans.
             cache.notes.is_uneven = "is_uneven" in facts and flag(facts, "is_uneven")
+            cache.notes.rope_deltas = {name: torch.tensor(rows) for name, rows in facts.get("rope_deltas", {}).items()}
             storages = _storages(where, cache, model)
             plans = saved_layers(facts, storages)
             _check_header(file, plans)

@@ -33,6 +33,7 @@ from ..storage.pool import BufferPool
 from ..storage.residency import BufferKind
 from ..transforms.of_model import key_transforms
 from ..upstream.releases import ASSISTS_STATIC_CACHES, CACHE
+from . import continued
 from .encoder_decoder import (
     KVQuantEncoderDecoderCache,
     beside_cross_attention,
@@ -60,6 +61,7 @@ class _Call:
     inputs: dict[str, Any]  # its `model_kwargs`
     batch: int  # sequences that a cache of this call holds, beams included
     max_length: int | None  # tokens that a static cache must hold; `None` if unknown, then the cache grows
+    is_assisted: bool  # whether other tokens are proposed to its model
     is_cropped: bool  # whether transformers' own loop of assisted decoding takes back what was not accepted
     # Refuses a model whose steps cannot be captured; `None` refuses to capture.
     check_capturable: Callable[[PreTrainedModel], None] | None
@@ -88,11 +90,11 @@ def prepare_cache(
     """
     batch = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     max_length: int | None = max_cache_length
-    is_cropped = False
-    if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+    is_cropped, is_assisted = False, generation_mode == GenerationMode.ASSISTED_GENERATION
+    if generation_config.is_assistant or is_assisted:
         is_cropped = notes_on(model).assisted is None
         max_length = _assisted_length(model, generation_config, max_cache_length)
-    call = _Call(model, generation_config, model_kwargs, batch, max_length, is_cropped, check_capturable)
+    call = _Call(model, generation_config, model_kwargs, batch, max_length, is_assisted, is_cropped, check_capturable)
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
         method = fall_through or getattr(type(model), HOOK)
@@ -114,7 +116,10 @@ def prepare_cache(
     why_not = why_without_cache(model)
     if why_not is not None:
         raise ValueError(f"generate: `model` must keep its cache, got a {type(model).__name__} {why_not}")
+    if not model.config.is_encoder_decoder and generation_config.guidance_scale not in (None, 1):
+        _log_guidance()
     cache = _new_cache(call, config)
+    cache.notes.is_of_beams = _has_beams(call)
     _tell_padding(call, cache)
     note_cache(model, cache)
     patch = patch_of(model)
@@ -189,6 +194,14 @@ def _log_growing(needed: int, given: int) -> None:
     )
 
 
+@functools.cache
+def _log_guidance() -> None:
+    logger.warning(
+        "generate keeps a second cache for `guidance_scale`, that of the negative prompt, which transformers makes and "
+        "which is not quantised."
+    )
+
+
 def asks_for_us(generation_config: Any) -> bool:
     """Whether a call names our backend. Refuses requests that transformers would ignore, or that fail elsewhere."""
     implementation, cache_config = generation_config.cache_implementation, generation_config.cache_config
@@ -244,6 +257,7 @@ def _check_given(call: _Call) -> None:
     check_layers("generate", CACHE, own.num_layers, count_layers(model.config))
     check_cross_attention(model, given, call.inputs)
     own.undo_step()
+    own.notes.check_no_beams("generate", CACHE)
     _check_new_tokens(call, own)
     if patch_of(model) is not None:
         own.adopt(key_transforms(model, own.quant_config))
@@ -251,6 +265,19 @@ def _check_given(call: _Call) -> None:
         _check_capture(call)
         own.check_in_step()
     _tell_padding(call, own)
+    if call.is_assisted and isinstance(given, KVQuantCache) and not all(storage.is_empty for storage in own.storages):
+        continued.read_only_new(model, own, _text_length(call))
+    own.notes.is_of_beams = _has_beams(call)
+
+
+def _has_beams(call: _Call) -> bool:
+    return (call.options.num_beams or 1) > 1
+
+
+def _text_length(call: _Call) -> int | None:
+    """Tokens of the text of a call, padding and those that its cache holds included; `None` if unknown."""
+    mask = call.inputs.get("attention_mask")
+    return getattr(call.options, "_mask_length", None) if mask is None else mask.shape[-1]
 
 
 def _tell_padding(call: _Call, cache: KVQuantCache) -> None:
@@ -267,8 +294,7 @@ def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
 
     A call that was interrupted between steps leaves such a cache.
     """
-    mask = call.inputs.get("attention_mask")
-    tokens = getattr(call.options, "_mask_length", None) if mask is None else mask.shape[-1]
+    tokens = _text_length(call)
     held = max((storage.length for storage in cache.storages), default=0)
     if call.model.config.is_encoder_decoder or tokens is None or tokens > held or held == 0:
         return

@@ -19,6 +19,8 @@ from ..cache.cache import KVQuantCache
 from ..models.parts import stand_ins
 from ..state import notes_on
 from ..upstream.releases import CACHE_NAMES
+from . import positions
+from .encoder_decoder import decoder_cache
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,9 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     is_outer = not any(each.thread == call.thread for each in notes[0].calls)
     for each in notes:
         each.calls.append(call)
+    for given in (decoder_cache(kwargs.get(name)) for name in CACHE_NAMES):
+        if given is not None:
+            positions.restore(model, given)
     try:
         result = run(model, *args, **kwargs)
     finally:
@@ -73,6 +78,7 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
             each.calls.remove(call)
         for cache in call.caches:
             cache.notes.told = None  # the next prompt has other padding
+            positions.keep(model, cache)
     notes[0].why_unquantized, notes[0].chose_other = call.why_unquantized(), call.chose_other
     if is_outer and notes[0].why_unquantized is not None:
         _log_unquantized(type(model).__name__, notes[0].why_unquantized)

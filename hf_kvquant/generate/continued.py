@@ -1,0 +1,61 @@
+"""Assisted decoding over a cache that holds tokens already: the first forward reads only those that it lacks.
+
+transformers cuts a prompt to them in its other loops. Its assisted loop gives the model the whole text again (5.17 to
+5.24), so the cache would hold the first tokens twice, and the model would find all later ones at wrong positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from ..cache.cache import KVQuantCache
+from ..upstream.releases import CACHE
+
+_METHOD = "prepare_inputs_for_generation"
+
+
+def read_only_new(model: Any, cache: KVQuantCache, num_tokens: int | None) -> None:
+    """Cut the text of the next forward to the tokens that a cache lacks. It is undone by that forward.
+
+    Args:
+        model: Whose assisted loop comes next.
+        cache: Of the call. It holds tokens.
+        num_tokens: Of the whole text, as far as known.
+    """
+    own = model.__dict__.get(_METHOD)
+    prepare = getattr(model, _METHOD)
+
+    @functools.wraps(prepare)
+    def prepare_new(input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
+        del model.__dict__[_METHOD]
+        if own is not None:
+            model.__dict__[_METHOD] = own
+        if kwargs.get(CACHE) is cache and kwargs.get("is_first_iteration") and next_sequence_length is None:
+            next_sequence_length = _lacking(input_ids, kwargs.get("inputs_embeds"), cache, num_tokens)
+        return prepare(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+
+    model.__dict__[_METHOD] = prepare_new
+
+
+def _lacking(input_ids: Tensor, embeddings: Tensor | None, cache: KVQuantCache, num_tokens: int | None) -> int:
+    """How many of these tokens, the text and what is proposed behind it, a cache lacks.
+
+    Raises:
+        NotImplementedError: The text comes as embeddings.
+        ValueError: Tokens are missing that the cache holds.
+    """
+    held = max(storage.length for storage in cache.storages)
+    if embeddings is not None:
+        raise NotImplementedError(
+            f"generate: `inputs_embeds` must be None for assisted decoding over a cache that holds tokens, got "
+            f"{list(embeddings.shape)}. Pass input_ids, or leave the assistant or prompt lookup out."
+        )
+    if num_tokens is not None and input_ids.shape[1] < num_tokens:
+        raise ValueError(
+            f"generate: `input_ids` must be the whole text for assisted decoding, also the {held} tokens that "
+            f"`{CACHE}` holds, got {input_ids.shape[1]} of {num_tokens} tokens."
+        )
+    return input_ids.shape[1] - held
