@@ -170,7 +170,10 @@ class KVQuantLayer(CacheLayerMixin):
         return KVLength(length, self.notes, is_first_chunk=False, window=self.storage.window), 0
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
-        """Tokens held: an integer; in a static layer a 0-d int32 tensor, so that no step waits for the device."""
+        """Tokens held: an integer; in a static layer a 0-d int32 tensor, so that no step waits for the device.
+
+        The tensor counts on with the layer, as in transformers.
+        """
         if not self.storage.is_static:
             return self.storage.length
         return self.storage.lengths[0] if self.storage.is_allocated else 0
