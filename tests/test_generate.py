@@ -280,6 +280,16 @@ def test_assisted_decoding_over_a_given_cache_takes_the_whole_text() -> None:
         assert "prepare_inputs_for_generation" not in vars(model)
 
 
+def test_a_call_that_ends_before_its_first_forward_leaves_the_model_as_it_was() -> None:
+    """transformers refuses assisted decoding of several sequences when all else is ready."""
+    model, rows = models.llama(), {"input_ids": TEXT.expand(2, -1)}
+    with patched(model, "int8"):
+        cache = cache_of(greedy(model, {"input_ids": rows["input_ids"][:, :4]}, 2))
+        with pytest.raises(ValueError, match="only supported for batch_size = 1"):
+            greedy(model, rows, **with_cache(cache), prompt_lookup_num_tokens=3)
+    assert "prepare_inputs_for_generation" not in vars(model)
+
+
 def test_the_second_cache_of_guidance_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = models.llama()
     _log_guidance.cache_clear()

@@ -18,26 +18,42 @@ _METHOD = "prepare_inputs_for_generation"
 
 
 def read_only_new(model: Any, cache: KVQuantCache, num_tokens: int | None) -> None:
-    """Cut the text of the next forward to the tokens that a cache lacks. It is undone by that forward.
+    """Cut the text of the next forward to the tokens that a cache lacks. That forward undoes it, or `undo`.
 
     Args:
         model: Whose assisted loop comes next.
         cache: Of the call. It holds tokens.
         num_tokens: Of the whole text, as far as known.
     """
-    own = model.__dict__.get(_METHOD)
-    prepare = getattr(model, _METHOD)
+    model.__dict__[_METHOD] = _First(model, cache, num_tokens)
 
-    @functools.wraps(prepare)
-    def prepare_new(input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
-        del model.__dict__[_METHOD]
-        if own is not None:
-            model.__dict__[_METHOD] = own
-        if kwargs.get(CACHE) is cache and kwargs.get("is_first_iteration") and next_sequence_length is None:
-            next_sequence_length = _lacking(input_ids, kwargs.get("inputs_embeds"), cache, num_tokens)
-        return prepare(input_ids, next_sequence_length=next_sequence_length, **kwargs)
 
-    model.__dict__[_METHOD] = prepare_new
+def undo(model: Any) -> None:
+    """Undo `read_only_new` if no forward has: a call may raise before its first one."""
+    method = model.__dict__.get(_METHOD)
+    if isinstance(method, _First):
+        method.undo()
+
+
+class _First:
+    """Prepares the inputs of a first forward in place of the model's own method."""
+
+    def __init__(self, model: Any, cache: KVQuantCache, num_tokens: int | None) -> None:
+        undo(model)
+        self._model, self._cache, self._num_tokens = model, cache, num_tokens
+        self._own, self._prepare = model.__dict__.get(_METHOD), getattr(model, _METHOD)
+        functools.update_wrapper(self, self._prepare)  # generate looks at the signature
+
+    def __call__(self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
+        self.undo()
+        if kwargs.get(CACHE) is self._cache and kwargs.get("is_first_iteration") and next_sequence_length is None:
+            next_sequence_length = _lacking(input_ids, kwargs.get("inputs_embeds"), self._cache, self._num_tokens)
+        return self._prepare(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+
+    def undo(self) -> None:
+        del self._model.__dict__[_METHOD]
+        if self._own is not None:
+            self._model.__dict__[_METHOD] = self._own
 
 
 def _lacking(input_ids: Tensor, embeddings: Tensor | None, cache: KVQuantCache, num_tokens: int | None) -> int:

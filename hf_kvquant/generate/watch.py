@@ -19,7 +19,7 @@ from ..cache.cache import KVQuantCache
 from ..models.parts import stand_ins
 from ..state import notes_on
 from ..upstream.releases import CACHE_NAMES
-from . import positions
+from . import continued, positions
 from .encoder_decoder import decoder_cache
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     try:
         result = run(model, *args, **kwargs)
     finally:
+        continued.undo(model)
         for each in notes:
             each.calls.remove(call)
         for cache in call.caches:
