@@ -18,7 +18,7 @@ _NAME = "rope_deltas"
 
 def keep(model: Any, cache: KVQuantCache) -> None:
     """Note with a cache what its model has found in the text that it holds."""
-    found = {name: getattr(module, _NAME, None) for name, module in model.named_modules()}
+    found = {name: vars(module).get(_NAME) for name, module in model.named_modules()}
     cache.notes.rope_deltas = {name: offset for name, offset in found.items() if isinstance(offset, Tensor)}
 
 
