@@ -315,8 +315,15 @@ def test_a_cache_of_beams_does_not_go_on(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"^KVQuantCache.save: `cache` {message}"):
             cache.save(tmp_path / "beams.safetensors", model)
         cache.reset()
-        again = greedy(model, {"input_ids": text}, **with_cache(cache))
-        compare.assert_same(again.sequences, greedy(model, {"input_ids": text}).sequences, "tokens")
+        again = greedy(model, {"input_ids": text}, **with_cache(cache)).sequences
+        compare.assert_same(again, greedy(model, {"input_ids": text}).sequences, "tokens")
+
+        longer, copied = {"input_ids": torch.cat([again, TEXT.expand(3, -1)], 1)}, copy.deepcopy(cache)
+        # Before the first step: three sequences are held, for six beams.
+        with pytest.raises((RuntimeError, ValueError)):
+            greedy(model, longer, num_beams=2, **with_cache(cache))
+        expected = greedy(model, longer, **with_cache(copied))
+        compare.assert_same(greedy(model, longer, **with_cache(cache)).sequences, expected.sequences, "tokens")
 
 
 @pytest.mark.parametrize("which", ["main", "both", "assistant"])

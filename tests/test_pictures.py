@@ -162,7 +162,7 @@ def test_presets_attend_to_what_the_reference_decodes(name: str, preset: str) ->
     assert not any(storage.tally.fallbacks for storage in cache.storages)
 
 
-@pytest.mark.parametrize("way", ["at once", "behind another text", "loaded", "selected"])
+@pytest.mark.parametrize("way", ["at once", "behind another text", "loaded", "selected", "reordered", "cropped"])
 def test_a_next_turn_has_the_positions_of_its_own_picture(way: str, tmp_path: Path) -> None:
     """Qwen2-VL keeps what a picture does to positions in the model, where the next text replaces it."""
     model, inputs = model_of("qwen2_vl"), prompt_of("qwen2_vl")
@@ -182,13 +182,51 @@ def test_a_next_turn_has_the_positions_of_its_own_picture(way: str, tmp_path: Pa
             cache = KVQuantCache.load(tmp_path / "turn.safetensors", model)
         elif way != "at once":
             greedy(model, {"input_ids": torch.tensor([[3, 4, 5]])})
-        if way == "selected":
-            rows = torch.tensor([2, 0])
-            cache.batch_select_indices(rows)
+        if way == "cropped":
+            cache.crop(-3)
+        elif way in ("selected", "reordered"):
+            rows = torch.tensor([2, 0] if way == "selected" else [2, 0, 1])
+            getattr(cache, "batch_select_indices" if way == "selected" else "reorder_cache")(rows)
             turn, expected, offset = {name: x[rows] for name, x in turn.items()}, expected[rows], offset[rows]
         actual = greedy(model, turn, **with_cache(cache)).sequences
     compare.assert_same(actual, expected, "tokens")
     compare.assert_same(model.model.rope_deltas, offset, "offsets")
+
+
+def test_more_pictures_over_a_cache_come_with_their_positions() -> None:
+    """Refused without them, and then nothing has changed. Who reads them in a forward sets the offset himself."""
+    model, inputs = model_of("qwen2_vl"), prompt_of("qwen2_vl")
+    with patched(model, "none"):
+        cache = KVQuantCache(model.config, "none")
+        first = greedy(model, inputs, **with_cache(cache)).sequences
+        more = torch.cat([first, inputs["input_ids"][:, 4:10]], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, more.shape[1] - 12, dtype=torch.long)], 1)
+        pictures = {"pixel_values": inputs["pixel_values"], "image_grid_thw": inputs["image_grid_thw"]}
+        with pytest.raises(NotImplementedError, match=r"^generate: `pixel_values` must be None over a cache with"):
+            greedy(model, {"input_ids": more, "attention_mask": mask, **pictures}, **with_cache(cache))
+        held = cache.get_seq_length()
+        assert held == first.shape[1] - 1
+
+        twice = inputs["image_grid_thw"].repeat_interleave(2, 0)
+        types = (more == PICTURE).long()
+        positions, offset = model.model.get_rope_index(
+            more, image_grid_thw=twice, attention_mask=mask, mm_token_type_ids=types
+        )
+        model.model.rope_deltas = offset
+        added = {"attention_mask": mask, "position_ids": positions[..., held:], **pictures}
+        with torch.no_grad():
+            model(more[:, held:], **added, **with_cache(cache))
+        turn = {"input_ids": torch.cat([more, first[:, :3]], 1), "attention_mask": torch.cat([mask, mask[:, -3:]], 1)}
+        actual = greedy(model, turn, **with_cache(cache))
+    compare.assert_same(model.model.rope_deltas, offset, "offsets")
+    pixels = inputs["pixel_values"].view(3, 16, -1).repeat_interleave(2, 0).flatten(0, 1)
+    whole = {
+        "pixel_values": pixels,
+        "image_grid_thw": twice,
+        "mm_token_type_ids": (turn["input_ids"] == PICTURE).long(),
+    }
+    expected = greedy(model, {**turn, **whole})
+    compare.assert_close(logits(actual), logits(expected), 1e-3, "logits")
 
 
 @pytest.mark.parametrize("name", [name for name in _CONFIGS if name != "mllama"])

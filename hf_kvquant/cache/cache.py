@@ -263,9 +263,12 @@ class KVQuantCache(QuantizedCache):
                 ) from error
         super().batch_select_indices(indices)
         if batch is not None:
-            for name, offset in self.notes.rope_deltas.items():
-                rows = offset.repeat_interleave(batch // offset.shape[0], dim=0)
-                self.notes.rope_deltas[name] = rows[indices.to(rows.device)]
+            self.notes.offsets.select(indices, batch)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give each row the tokens of another one. See `Cache`."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.notes.offsets.select(beam_idx, beam_idx.shape[0])
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -43,6 +43,7 @@ from ..storage.offloading import check_home
 from .handle import MaskNotes
 from .identity import check_meant, check_model, identity, places_of
 from .layers import KVQuantLayer
+from .offsets import TextOffsets
 from .saved_layer import SavedLayer, described, flag, number, saved_layers
 from .support import STATELESS, quantized_layers
 
@@ -96,7 +97,7 @@ def save_cache(cache: SavedCache, path: str | os.PathLike[str], model: PreTraine
     check_model(where, model)
     storages = _storages(where, cache, model)
     length, batch = _check_at_rest(where, storages)
-    cache.notes.check_no_beams(where, "cache")
+    cache.notes.check_no_beams(where, "cache", length)
     layers: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for index, storage in storages.items():
@@ -114,7 +115,7 @@ def save_cache(cache: SavedCache, path: str | os.PathLike[str], model: PreTraine
             "has_holes": cache.notes.has_holes,
             "has_seen_mask": cache.notes.has_seen_mask,
             "is_uneven": cache.notes.is_uneven,
-            "rope_deltas": {name: offset.tolist() for name, offset in cache.notes.rope_deltas.items()},
+            "offsets": cache.notes.offsets.facts(),
             "layers": layers,
         }
     )
@@ -160,7 +161,7 @@ def load_cache(
             cache.notes.has_seen_mask = flag(facts, "has_seen_mask")
             # Files of earlier versions lack it. Their caches had no plans.
             cache.notes.is_uneven = "is_uneven" in facts and flag(facts, "is_uneven")
-            cache.notes.rope_deltas = {name: torch.tensor(rows) for name, rows in facts.get("rope_deltas", {}).items()}
+            cache.notes.offsets = TextOffsets.of_facts(facts.get("offsets", ()))
             storages = _storages(where, cache, model)
             plans = saved_layers(facts, storages)
             _check_header(file, plans)

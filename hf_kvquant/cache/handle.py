@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..storage.layer_store import LayerStore
+from .offsets import TextOffsets
 
 LOOKED_INSIDE = "the model or its attention implementation looks at keys and values itself (is the model patched?)"
 
@@ -53,10 +54,9 @@ class MaskNotes:
             are then plain integers: a mark has no use, and the compiler could not trace it.
         is_bypassed: Whether a layer has been found that takes its mask from our mask function and computes attention
             without our attention function, such as one that a user has replaced. Masks are then as without us.
-        is_of_beams: Whether the newest call of `generate` searched with beams: its last step leaves the keys of beams
-            that it has not returned.
-        rope_deltas: By module of the model, `[batch, 1]`: how far positions are from the numbers of tokens, in a text
-            with pictures. See `generate/positions.py`.
+        beams_from: How many tokens all beams of the newest call of `generate` share, if it searched with beams: its
+            last step leaves the keys of beams that it has not returned. `None` if it did not.
+        offsets: Of the positions of a text with pictures. See `generate/positions.py`.
     """
 
     def __init__(self, num_layers: int | None = None) -> None:
@@ -68,19 +68,19 @@ class MaskNotes:
     def forget(self) -> None:
         """Forget all masks."""
         self.has_holes = self.is_uneven = self.has_seen_mask = self.has_dense_masks = self.is_bypassed = False
-        self.is_of_beams = False
+        self.beams_from: int | None = None
         self.starts: Tensor | None = None
         self.told: tuple[Tensor, int] | None = None
-        self.rope_deltas: dict[str, Tensor] = {}
+        self.offsets = TextOffsets()
         self._calls: int | None = None  # `ATTENTION.calls` when a layer took its part of the first chunk
 
-    def check_no_beams(self, where: str, argument: str) -> None:
-        """Refuse to go on with what a search with beams has left.
+    def check_no_beams(self, where: str, argument: str, num_tokens: int) -> None:
+        """Refuse to go on with what a search with beams has left in a cache of so many tokens.
 
         Raises:
-            ValueError: The newest call searched with beams.
+            ValueError: It holds tokens that the newest call has searched with beams.
         """
-        if self.is_of_beams:
+        if self.beams_from is not None and num_tokens > self.beams_from:
             raise ValueError(
                 f"{where}: `{argument}` must hold the sequences that generate has returned, got the cache of a search "
                 "with beams, which ends with the keys of other beams. Reset it, or pass a new one, and feed it the "

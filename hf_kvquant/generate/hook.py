@@ -119,7 +119,7 @@ def prepare_cache(
     if not model.config.is_encoder_decoder and generation_config.guidance_scale not in (None, 1):
         _log_guidance()
     cache = _new_cache(call, config)
-    cache.notes.is_of_beams = _has_beams(call)
+    cache.notes.beams_from = _shared_by_beams(call)
     _tell_padding(call, cache)
     note_cache(model, cache)
     patch = patch_of(model)
@@ -257,7 +257,7 @@ def _check_given(call: _Call) -> None:
     check_layers("generate", CACHE, own.num_layers, count_layers(model.config))
     check_cross_attention(model, given, call.inputs)
     own.undo_step()
-    own.notes.check_no_beams("generate", CACHE)
+    own.notes.check_no_beams("generate", CACHE, max((storage.length for storage in own.storages), default=0))
     _check_new_tokens(call, own)
     if patch_of(model) is not None:
         own.adopt(key_transforms(model, own.quant_config))
@@ -267,11 +267,14 @@ def _check_given(call: _Call) -> None:
     _tell_padding(call, own)
     if call.is_assisted and isinstance(given, KVQuantCache) and not all(storage.is_empty for storage in own.storages):
         continued.read_only_new(model, own, _text_length(call))
-    own.notes.is_of_beams = _has_beams(call)
+    own.notes.beams_from = _shared_by_beams(call)
 
 
-def _has_beams(call: _Call) -> bool:
-    return (call.options.num_beams or 1) > 1
+def _shared_by_beams(call: _Call) -> int | None:
+    """Tokens that all beams of a call have in common; `None` if it has one beam."""
+    if (call.options.num_beams or 1) == 1:
+        return None
+    return 0 if call.model.config.is_encoder_decoder else _text_length(call) or 0
 
 
 def _text_length(call: _Call) -> int | None:

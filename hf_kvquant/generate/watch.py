@@ -64,13 +64,13 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     run = decode or type(model).generate
     if kwargs.get("cache_implementation") == "paged":  # goes to a manager, which has pages
         return run(model, *args, **kwargs)
+    for given in (decoder_cache(kwargs.get(name)) for name in CACHE_NAMES):
+        if given is not None:
+            positions.restore(model, given, kwargs)
     call, notes = Call(_is_choice(*args, **kwargs)), [notes_on(each) for each in (model, *stand_ins(model).values())]
     is_outer = not any(each.thread == call.thread for each in notes[0].calls)
     for each in notes:
         each.calls.append(call)
-    for given in (decoder_cache(kwargs.get(name)) for name in CACHE_NAMES):
-        if given is not None:
-            positions.restore(model, given)
     try:
         result = run(model, *args, **kwargs)
     finally:
