@@ -388,6 +388,18 @@ def test_a_second_turn_continues_on_the_returned_cache(config: str) -> None:
     assert fallbacks(cache_of(output).self_attention_cache) == 0
 
 
+def test_a_second_turn_needs_the_decoders_mask() -> None:
+    """Without it, transformers feeds the whole text behind the tokens that the cache holds."""
+    model, inputs = family("bart"), inputs_of(family("bart"))
+    with patched(model, "int8"):
+        first = greedy(model, inputs, 4)
+        held = cache_of(first).self_attention_cache.get_seq_length()
+        text = {"decoder_input_ids": torch.cat((first.sequences, first.sequences[:, 1:]), 1)}
+        with pytest.raises(ValueError, match=f"`decoder_attention_mask` must be given with .* model the {held} "):
+            greedy(model, inputs, 4, **with_cache(cache_of(first)), **text)
+    assert cache_of(first).self_attention_cache.get_seq_length() == held
+
+
 @pytest.fixture
 def enabled() -> Iterator[None]:
     hf_kvquant.enable()

@@ -299,7 +299,15 @@ def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
     """
     tokens = _text_length(call)
     held = max((storage.length for storage in cache.storages), default=0)
-    if call.model.config.is_encoder_decoder or tokens is None or tokens > held or held == 0:
+    if call.model.config.is_encoder_decoder:
+        if held > 0 and call.inputs.get("decoder_attention_mask") is None and not call.options.is_assistant:
+            raise ValueError(
+                f"generate: `decoder_attention_mask` must be given with a cache that holds tokens, got None: without "
+                f"it, transformers feeds the model the {held} tokens again that `{CACHE}` holds. Pass ones for all of "
+                "decoder_input_ids, which must be the whole text."
+            )
+        return
+    if tokens is None or tokens > held or held == 0:
         return
     raise ValueError(
         f"generate: `input_ids` must have tokens after the {held} that `{CACHE}` holds, got {tokens} in all, "
