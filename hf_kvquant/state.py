@@ -123,6 +123,8 @@ class ModelNotes:
         bias_centers: Centres found in the key biases; `None` before they are looked for.
         balancing: Smoothing factors of heads with large outliers; `None` before they are looked for.
         num_kv_heads: By layer, how many key-value heads this rank computes; `None` before they are counted.
+        offset_modules: The modules that keep offsets of positions (`generate/positions.py`); `None` before they are
+            looked for.
         manager: Weak reference to the newest manager of continuous batching; `None` before the first one.
         has_hint: Whether the log has said that the model's weights speak against few bits.
         preflights: What pre-flights have measured, each with the calibration that the model had then.
@@ -142,6 +144,7 @@ class ModelNotes:
         self.bias_centers: dict[int, Tensor] | None = None
         self.balancing: dict[int, Tensor] | None = None
         self.num_kv_heads: dict[int, int] | None = None
+        self.offset_modules: list[str] | None = None
         self.manager: Any = None
         self.has_hint = False
         self.preflights: list[tuple[tuple[Any, ...], Any]] = []

@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_kvquant import KVQuantCache, patch, patched, report
 from hf_kvquant.cache.layers import KVQuantLayer
+from hf_kvquant.cache.offsets import TextOffsets
 from hf_kvquant.upstream.releases import cache_of, with_cache
 
 # Of Mllama itself in transformers 5.17.
@@ -191,6 +192,18 @@ def test_a_next_turn_has_the_positions_of_its_own_picture(way: str, tmp_path: Pa
         actual = greedy(model, turn, **with_cache(cache)).sequences
     compare.assert_same(actual, expected, "tokens")
     compare.assert_same(model.model.rope_deltas, offset, "offsets")
+
+
+def test_offsets_are_those_of_what_a_cache_still_holds() -> None:
+    first, second = {"model": torch.tensor([[-3]])}, {"model": torch.tensor([[-7]])}
+    offsets = TextOffsets()
+    offsets.add(10, first)
+    offsets.add(20, second)
+    assert offsets.at(25) == {}, "others have added tokens"
+    assert offsets.at(20) is second and offsets.at(12) is first and offsets.num_tokens == 12
+    assert offsets.at(7) is first, "a crop within the first turn, behind its picture or not"
+    assert TextOffsets.of_facts(offsets.facts()).at(7) == first
+    assert offsets.at(0) == {} and offsets.num_tokens == 0, "the next text may be as long"
 
 
 def test_more_pictures_over_a_cache_come_with_their_positions() -> None:

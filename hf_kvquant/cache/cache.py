@@ -387,6 +387,11 @@ class KVQuantCache(QuantizedCache):
         return [layer.storage for layer in self.layers if isinstance(layer, KVQuantLayer)]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that quantised layers hold, padding included; the most, if a step has ended early."""
+        return max((storage.length for storage in self.storages), default=0)
+
+    @property
     def states(self) -> list[Tensor]:
         """The states of fixed size that layers keep, in a fixed order."""
         return [state for layer in self.layers for state in tensors_of(layer)]

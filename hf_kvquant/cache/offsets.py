@@ -33,6 +33,8 @@ class TextOffsets:
 
         After a crop, that is what was found up to there: a picture that was removed counts no longer.
         """
+        if num_tokens == 0:
+            self._turns, self.num_tokens = [], 0
         if not self._turns or num_tokens > self.num_tokens:
             return {}
         kept = [turn for turn in self._turns if turn[0] <= num_tokens] or [(num_tokens, self._turns[0][1])]

@@ -63,7 +63,7 @@ def _lacking(input_ids: Tensor, embeddings: Tensor | None, cache: KVQuantCache, 
         NotImplementedError: The text comes as embeddings.
         ValueError: Tokens are missing that the cache holds.
     """
-    held = max(storage.length for storage in cache.storages)
+    held = cache.num_tokens
     if embeddings is not None:
         raise NotImplementedError(
             f"generate: `inputs_embeds` must be None for assisted decoding over a cache that holds tokens, got "

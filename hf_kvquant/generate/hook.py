@@ -257,7 +257,7 @@ def _check_given(call: _Call) -> None:
     check_layers("generate", CACHE, own.num_layers, count_layers(model.config))
     check_cross_attention(model, given, call.inputs)
     own.undo_step()
-    own.notes.check_no_beams("generate", CACHE, max((storage.length for storage in own.storages), default=0))
+    own.notes.check_no_beams("generate", CACHE, own.num_tokens)
     _check_new_tokens(call, own)
     if patch_of(model) is not None:
         own.adopt(key_transforms(model, own.quant_config))
@@ -265,7 +265,7 @@ def _check_given(call: _Call) -> None:
         _check_capture(call)
         own.check_in_step()
     _tell_padding(call, own)
-    if call.is_assisted and isinstance(given, KVQuantCache) and not all(storage.is_empty for storage in own.storages):
+    if call.is_assisted and isinstance(given, KVQuantCache) and own.num_tokens > 0:
         continued.read_only_new(model, own, _text_length(call))
     own.notes.beams_from = _shared_by_beams(call)
 
@@ -297,8 +297,7 @@ def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
 
     A call that was interrupted between steps leaves such a cache.
     """
-    tokens = _text_length(call)
-    held = max((storage.length for storage in cache.storages), default=0)
+    tokens, held = _text_length(call), cache.num_tokens
     if call.model.config.is_encoder_decoder:
         if held > 0 and call.inputs.get("decoder_attention_mask") is None and not call.options.is_assistant:
             raise ValueError(

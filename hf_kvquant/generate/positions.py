@@ -13,19 +13,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..cache.cache import KVQuantCache
+from ..state import notes_on
 
 _NAME = "rope_deltas"
 
 
-def keep(model: nn.Module, cache: KVQuantCache) -> None:
+def keep(model: Any, cache: KVQuantCache) -> None:
     """Note with a cache what its model has found in the text, after a call that has added to it."""
-    held = _held(cache)
-    if held == 0 or held == cache.notes.offsets.num_tokens:  # a call that has failed may have read another text
+    if cache.num_tokens == cache.notes.offsets.num_tokens:  # a call that has failed may have read another text
         return
-    found = {name: vars(module).get(_NAME) for name, module in model.named_modules()}
+    found = {name: getattr(model.get_submodule(name), _NAME) for name in _modules(model)}
     offsets = {name: offset for name, offset in found.items() if isinstance(offset, Tensor)}
     if offsets:
-        cache.notes.offsets.add(held, offsets)
+        cache.notes.offsets.add(cache.num_tokens, offsets)
 
 
 def restore(model: Any, cache: KVQuantCache, options: Mapping[str, Any]) -> None:
@@ -36,18 +36,22 @@ def restore(model: Any, cache: KVQuantCache, options: Mapping[str, Any]) -> None
     Raises:
         NotImplementedError: The call brings more pictures: transformers would give their tokens positions of text.
     """
-    if _held(cache) == 0 or options.get("position_ids") is not None:
+    offsets, knows_positions = cache.notes.offsets.at(cache.num_tokens), options.get("position_ids") is not None
+    if cache.num_tokens == 0 or knows_positions or not _modules(model):
         return
-    has_pictures = any(options.get(name) is not None for name in ("pixel_values", "pixel_values_videos"))
-    if has_pictures and any(_NAME in vars(module) for module in model.modules()):
+    if any(options.get(name) is not None for name in ("pixel_values", "pixel_values_videos")):
         raise NotImplementedError(
             f"generate: `pixel_values` must be None over a cache with tokens for {type(model).__name__}, got more "
             "pictures: their tokens would get positions of text. Feed the whole chat to a new cache, or pass "
             "position_ids (see the model's get_rope_index)."
         )
-    for name, offset in cache.notes.offsets.at(_held(cache)).items():
+    for name, offset in offsets.items():
         setattr(model.get_submodule(name), _NAME, offset.to(model.device))
 
 
-def _held(cache: KVQuantCache) -> int:
-    return max((storage.length for storage in cache.storages), default=0)
+def _modules(model: nn.Module) -> list[str]:
+    """The modules that keep an offset, as most models' do not. Assistants generate once a round, so they are noted."""
+    notes = notes_on(model)
+    if notes.offset_modules is None:
+        notes.offset_modules = [name for name, module in model.named_modules() if _NAME in vars(module)]
+    return notes.offset_modules

@@ -401,6 +401,7 @@ __device__ void append_tail(const Jobs& jobs, unsigned cta) {
   if (update.length > update.old) copy_to_tail(jobs, job, update, b, head - b * jobs.num_kv_heads);
 }
 
+// The same in a launch of its own, for rings.
 __global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_constant__ Jobs jobs) {
   append_tail(jobs, blockIdx.x);
 }

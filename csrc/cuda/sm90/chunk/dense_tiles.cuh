@@ -9,7 +9,7 @@
 
 namespace hf_kvquant::cuda {
 
-constexpr int kDenseThreads = 1024;  // with half, a thread has twice the registers: one thread block still
+constexpr int kDenseThreads = 1024;  // one thread block a multiprocessor, as half of them with twice the registers
 
 __device__ __forceinline__ bool is_finite_bits(uint32_t magnitude) { return magnitude < 0x7f800000u; }
 
