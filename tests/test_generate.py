@@ -10,6 +10,7 @@ import copy
 import functools
 import logging
 import re
+import threading
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,36 @@ def test_assisted_decoding_reads_only_what_a_given_cache_lacks(config: str, help
         cache = holding(model, CONFIGS[config], 6)
         output = greedy(model, {"input_ids": TEXT}, **with_cache(cache), **options)
         assert vars(model).get("prepare_inputs_for_generation") is own
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert {storage.length for storage in cache.storages} == {output.sequences.shape[1] - 1}
+
+
+@pytest.mark.parametrize("way", ["its own assistant", "its first layers", "an assistant calls it", "another thread"])
+def test_calls_in_between_leave_it_what_a_given_cache_lacks(way: str) -> None:
+    """The model generates something else before the first forward of the call, which is made after the proposals."""
+    model, assistant = models.build("llama"), models.build("llama", num_hidden_layers=1)
+    options: dict[str, Any] = {"assistant_model": assistant}
+    other = {"input_ids": TEXT[:, :4]}
+
+    def generate_more() -> None:
+        if way == "another thread":
+            thread = threading.Thread(target=greedy, args=(model, other, 2))
+            thread.start()
+            thread.join()
+        else:
+            greedy(model, other, 2)
+
+    if way == "its own assistant":
+        options = {"assistant_model": model}
+    elif way == "its first layers":
+        options = {"assistant_early_exit": 1}
+    else:
+        assistant.register_forward_pre_hook(lambda *_: generate_more())
+    with patched(model, "none"):
+        expected = greedy(model, {"input_ids": TEXT}, **with_cache(holding(model, "none", 6)))
+        cache = holding(model, "none", 6)
+        output = greedy(model, {"input_ids": TEXT}, **with_cache(cache), **options)
+        assert "prepare_inputs_for_generation" not in vars(model)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     assert {storage.length for storage in cache.storages} == {output.sequences.shape[1] - 1}
 

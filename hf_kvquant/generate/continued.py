@@ -7,7 +7,10 @@ transformers cuts a prompt to them in its other loops. Its assisted loop gives t
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -18,52 +21,74 @@ _METHOD = "prepare_inputs_for_generation"
 
 
 def read_only_new(model: Any, cache: KVQuantCache, num_tokens: int | None) -> None:
-    """Cut the text of the next forward to the tokens that a cache lacks. That forward undoes it, or `undo`.
+    """Cut the text of the next first forward over a cache to what it lacks. That forward undoes it, or `undo`.
 
     Args:
         model: Whose assisted loop comes next.
         cache: Of the call. It holds tokens.
         num_tokens: Of the whole text, as far as known.
     """
-    model.__dict__[_METHOD] = _First(model, cache, num_tokens)
+    with _lock:
+        method = model.__dict__.get(_METHOD)
+        if not isinstance(method, _Firsts):
+            method = model.__dict__[_METHOD] = _Firsts(model)
+        method.waiting[cache] = num_tokens
 
 
-def undo(model: Any) -> None:
-    """Undo `read_only_new` if no forward has: a call may raise before its first one."""
+def undo(model: Any, caches: Iterable[KVQuantCache]) -> None:
+    """Undo `read_only_new` for the caches of a call that has ended: it may have raised before its first forward."""
     method = model.__dict__.get(_METHOD)
-    if isinstance(method, _First):
-        method.undo()
+    if isinstance(method, _Firsts):
+        method.forget(caches)
 
 
-class _First:
-    """Prepares the inputs of a first forward in place of the model's own method."""
+_lock = threading.Lock()
 
-    def __init__(self, model: Any, cache: KVQuantCache, num_tokens: int | None) -> None:
-        undo(model)
-        self._model, self._cache, self._num_tokens = model, cache, num_tokens
+
+class _Firsts:
+    """Prepares the inputs of forwards in place of the model's own method, while calls wait for their first one.
+
+    Other calls of the same model may come in between, in other threads or nested: an assistant that is the model
+    itself, or its first layers, generates before the model's own first forward. So each cache is waited for by itself.
+
+    Attributes:
+        waiting: By cache, the tokens of its whole text, as far as known.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model: Any = model
+        self.waiting: WeakKeyDictionary[KVQuantCache, int | None] = WeakKeyDictionary()
         self._own, self._prepare = model.__dict__.get(_METHOD), getattr(model, _METHOD)
         functools.update_wrapper(self, self._prepare)  # generate looks at the signature
 
     def __call__(self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
-        self.undo()
-        if kwargs.get(CACHE) is self._cache and kwargs.get("is_first_iteration") and next_sequence_length is None:
-            next_sequence_length = _lacking(input_ids, kwargs.get("inputs_embeds"), self._cache, self._num_tokens)
+        cache: Any = kwargs.get(CACHE)
+        if cache in self.waiting:
+            num_tokens = self.waiting[cache]
+            self.forget([cache])
+            if kwargs.get("is_first_iteration") and next_sequence_length is None:
+                next_sequence_length = _lacking(input_ids, kwargs.get("inputs_embeds"), cache, num_tokens)
         return self._prepare(input_ids, next_sequence_length=next_sequence_length, **kwargs)
 
-    def undo(self) -> None:
-        del self._model.__dict__[_METHOD]
-        if self._own is not None:
-            self._model.__dict__[_METHOD] = self._own
+    def forget(self, caches: Iterable[Any]) -> None:
+        """Wait for these caches no more. If that was all, the model has its own method again."""
+        with _lock:
+            for cache in caches:
+                self.waiting.pop(cache, None)
+            if not self.waiting and self._model.__dict__.get(_METHOD) is self:
+                del self._model.__dict__[_METHOD]
+                if self._own is not None:
+                    self._model.__dict__[_METHOD] = self._own
 
 
-def _lacking(input_ids: Tensor, embeddings: Tensor | None, cache: KVQuantCache, num_tokens: int | None) -> int:
+def _lacking(input_ids: Tensor, embeddings: Tensor | None, cache: Any, num_tokens: int | None) -> int:
     """How many of these tokens, the text and what is proposed behind it, a cache lacks.
 
     Raises:
         NotImplementedError: The text comes as embeddings.
         ValueError: Tokens are missing that the cache holds.
     """
-    held = cache.num_tokens
+    held: int = cache.num_tokens
     if embeddings is not None:
         raise NotImplementedError(
             f"generate: `inputs_embeds` must be None for assisted decoding over a cache that holds tokens, got "

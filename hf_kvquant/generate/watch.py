@@ -74,7 +74,7 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     try:
         result = run(model, *args, **kwargs)
     finally:
-        continued.undo(model)
+        continued.undo(model, call.caches)
         for each in notes:
             each.calls.remove(call)
         for cache in call.caches:
