@@ -1020,6 +1020,34 @@ def test_settings_may_be_arguments() -> None:
     assert config.to_diff_dict() == generation(10).to_diff_dict()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("logits_processor", [torch.nn.Identity()], ""),
+        ("stopping_criteria", [torch.nn.Identity()], ""),
+        ("prefix_allowed_tokens_fn", len, ""),
+        ("position_ids", torch.tensor([[0, 1, 2]]), ""),
+        ("max_new_token", 4, " Did you mean 'max_new_tokens'?"),
+    ],
+)
+def test_arguments_that_nobody_looks_at_are_refused(name: str, value: Any, hint: str) -> None:
+    with patched(models.llama(), "int8") as model:
+        options: dict[str, Any] = {"continuous_batching_config": settings(), "max_new_tokens": 4}
+        message = f"^generate_batch: `{name}` must be left out, .*, got {type(value).__name__}\\.{re.escape(hint)}"
+        with pytest.raises(TypeError, match=message):
+            model.generate_batch([[5, 6, 7]], **{name: value}, **options)
+
+
+def test_pages_take_no_logits_processor() -> None:
+    with patched(models.llama(), "int8") as model, pytest.raises(NotImplementedError, match="`logits_processor` must"):
+        model.generate(
+            torch.tensor([[5, 6, 7]]),
+            cache_implementation="paged",
+            continuous_batching_config=settings(),
+            logits_processor=[torch.nn.Identity()],
+        )
+
+
 def test_a_kept_manager_serves_no_other_settings() -> None:
     """... but other lengths, in tokens of the answer or of everything."""
     with patched(models.build("llama"), "int8") as model:

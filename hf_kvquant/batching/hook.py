@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from ..common.errors import did_you_mean
 from ..state import notes_on
 from .settings import check_settings, complete, is_alike
 from .support import WHERE, check_version
@@ -72,8 +74,10 @@ def generate_batch(
 
     Raises:
         ImportError, NotImplementedError, ValueError: See `init_continuous_batching`; or `attention_mask` hides tokens.
+        TypeError: An argument is not served, which transformers would drop (5.24).
     """
     check_version()
+    _check_known(model, options)
     mask = options.get("attention_mask")
     if mask is not None and not torch.as_tensor(mask).all():
         raise NotImplementedError(
@@ -87,6 +91,23 @@ def generate_batch(
     )
     theirs: Any = type(model)
     return theirs.generate_batch(model, inputs, config, *args, **options)
+
+
+# Arguments of generate that say nothing here: `generate(cache_implementation="paged")` passes them on.
+_OF_INPUT = ("inputs", "input_ids", "attention_mask", "tokenizer", "processing_class")
+
+
+def _check_known(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    """Refuse arguments that are neither settings nor transformers' own: nobody would look at them."""
+    theirs: Any = type(model)
+    own = inspect.signature(theirs.generate_batch).parameters
+    known = {*own, *_OF_INPUT, *vars(GenerationConfig()), *vars(model.generation_config or GenerationConfig())}
+    for name, value in options.items():
+        if name not in known and value is not None:
+            raise TypeError(
+                f"generate_batch: `{name}` must be left out, since continuous batching has nothing of that name, got "
+                f"{type(value).__name__}.{did_you_mean(name, known)} Leave it out, or use generate."
+            )
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
