@@ -1048,6 +1048,21 @@ def test_pages_take_no_logits_processor() -> None:
         )
 
 
+@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_end_tokens_may_be_a_tensor(several: bool, is_argument: bool) -> None:
+    with patched(models.build("llama"), "int8") as model:
+        end = alone(model, [5, 6, 7], 4)[1]
+        ends = torch.tensor([end, 1]) if several else torch.tensor(end)
+        options: dict[str, Any] = {"continuous_batching_config": settings(), "max_new_tokens": 4}
+        if is_argument:
+            options["eos_token_id"] = ends
+        else:
+            model.generation_config.eos_token_id = ends
+        (output,) = model.generate_batch([[5, 6, 7]], **options).values()
+    assert len(output.generated_tokens) == 2 and output.generated_tokens[-1] == end
+
+
 def test_a_kept_manager_serves_no_other_settings() -> None:
     """... but other lengths, in tokens of the answer or of everything."""
     with patched(models.build("llama"), "int8") as model:

@@ -17,6 +17,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import BACKEND, KVQuantConfig
@@ -73,6 +74,8 @@ def complete(model: PreTrainedModel, config: GenerationConfig | None, **argument
         if is_of_answer or (given.max_length is None and model.generation_config.max_length is None):
             completed.max_length = None
     completed.update(**arguments)
+    if isinstance(completed.eos_token_id, Tensor):  # generate takes one, too
+        completed.eos_token_id = completed.eos_token_id.tolist()
     return marked_complete(completed)
 
 
