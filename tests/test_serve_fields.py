@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import math
 import re
@@ -18,7 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion, chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_kvquant.upstream.releases import HAS_PAGES
 
@@ -29,8 +33,9 @@ from servers import NAME, Running, serving
 from waiting import until
 
 from hf_kvquant.batching.grammars import Grammars
+from hf_kvquant.batching.sampling import TokenLogprobs
 from hf_kvquant.common.errors import RefusedRequest
-from hf_kvquant.serving import chats
+from hf_kvquant.serving import chats, writing
 from hf_kvquant.serving.fields import BOTH, CHAT, COMPLETION, FIELDS
 from hf_kvquant.serving.forms import ChatForm
 from hf_kvquant.serving.pieces import Logprob, Piece
@@ -492,6 +497,52 @@ def test_a_token_that_is_no_whole_character_has_no_bytes() -> None:
 
 
 # --- names and keys ---------------------------------------------------------------------------------------------------
+
+
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """A tokenizer of Llama 2's form: a space belongs to the word behind it, and text leaves out the first one."""
+    words = ["\u2581The", "\u2581river", "\u2581is", "\u2581", *"Theriv"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    inner = RawTokenizer(BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def passed_on(tokens: list[str], **options: Any) -> list[str]:
+    """What a `Writer` passes on for each of these tokens, and at the end."""
+    tokenizer = sentence_piece()
+    for name in ("before", "prompt"):
+        options[name] = tokenizer.convert_tokens_to_ids(options.get(name, []))
+    writer = Writer(tokenizer, **options)
+    pieces = [writer.write([token]) for token in tokenizer.convert_tokens_to_ids(tokens)]
+    return ["".join(map(str, piece)) for piece in [*pieces, writer.finish()]]
+
+
+def test_the_text_behind_a_prompt_begins_with_its_space() -> None:
+    assert passed_on(["\u2581is", "\u2581The"], before=["<s>", "\u2581The", "\u2581river"]) == [" is", " The", ""]
+    assert passed_on(["\u2581is", "\u2581The"]) == ["is", " The", ""]  # as an answer of a chat
+
+
+def test_bytes_that_are_no_text_fail_no_answer() -> None:
+    """The tokenizer takes back the line that it had already told."""
+    assert passed_on(["<0x0A>", "<0xE2>", "\u2581is", "i"]) == ["\n", "", "\N{REPLACEMENT CHARACTER} is", "i", ""]
+    assert passed_on(["<0x0A>", "<0xE2>"]) == ["\n", "", "\N{REPLACEMENT CHARACTER}"]
+    assert passed_on(["\u2581is", "<0xC3>", "<0xA9>"]) == ["is", "", "\u00e9", ""]
+
+
+def test_the_beginning_that_the_tokenizer_adds_takes_no_place_in_an_echo() -> None:
+    tokenizer = sentence_piece()
+    prompt = tokenizer.convert_tokens_to_ids(["<s>", "\u2581The", "\u2581river"])
+    told = functools.partial(writing.text_of, tokenizer)
+    for echo, begins in (("The river", [0, 0, 3, 9]), ("<s> The river", [0, 3, 7, 13])):
+        writer = Writer(tokenizer, (), None, told, prompt, echo, prompt)
+        found = [TokenLogprobs(-1.0, [])] * 3
+        writer.write([*prompt[1:], *tokenizer.convert_tokens_to_ids(["\u2581is"])], found)
+        writer.finish()
+        assert [each.begin for each in writer.taken_logprobs() or []] == begins
 
 
 def test_the_model_has_one_name(client: openai.OpenAI, running: Running) -> None:

@@ -12,6 +12,7 @@ from .lines import Job
 
 if HAS_PAGES:
     from ..serving.forms import ChatForm, Usage
+    from ..serving.writing import NUM_BEFORE, text_after
 
 
 def answer_line(answers: Sequence[Answer], tokenizer: Any, model: str) -> dict[str, Any]:
@@ -26,10 +27,11 @@ def answer_line(answers: Sequence[Answer], tokenizer: Any, model: str) -> dict[s
     request, num_new = answer.request, len(answer.tokens)
     job, num_prompt = request.job, len(request.tokens)
     if not job.is_openai:
+        before = request.tokens[-NUM_BEFORE:] if "prompt" in job.body else []
         return {
             "line": job.line,
             "id": job.id,
-            "text": str(tokenizer.decode(answer.tokens, skip_special_tokens=True)),
+            "text": text_after(tokenizer, before, answer.tokens),
             "finish_reason": "stop" if answer.is_complete else "length",
             "prompt_tokens": num_prompt,
             "output_tokens": num_new,

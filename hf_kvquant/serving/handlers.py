@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from ..common.errors import RefusedRequest
 from .chats import Chats
-from .fields import CHAT, MAX_ANSWERS, Parameters, parameters_of, prompts_of
+from .fields import CHAT, COMPLETION, MAX_ANSWERS, Parameters, parameters_of, prompts_of
 from .forms import ChatForm, CompletionForm, Form, Usage
 from .generation import Generation
 from .model import PatchedModels
@@ -26,7 +26,7 @@ from .reading import Reader
 from .requests import OpenRequest
 from .response_form import ResponseForm
 from .responses import by_its_names, chat_of
-from .writing import Writer, text_of
+from .writing import NUM_BEFORE, Writer, text_of
 
 
 class Handler:
@@ -62,7 +62,12 @@ class Handler:
         readers = [self._reader(prompt, asked) for prompt in prompts for _ in range(asked.num_choices)]
         shown = None if asked.num_logprobs is None else self._text_of
         echoes = self._echoes(body, asked)
-        writers = [Writer(self._models.tokenizer, asked.stop, reader, shown) for reader in readers]
+        is_text = self._route == COMPLETION
+        before = [prompt[-NUM_BEFORE:] if is_text else [] for prompt in prompts for _ in range(asked.num_choices)]
+        writers = [
+            Writer(self._models.tokenizer, asked.stop, reader, shown, before=each)
+            for reader, each in zip(readers, before, strict=True)
+        ]
         if asked.scores_prompts:
             several = [prompt for prompt in prompts for _ in range(asked.num_choices)]
             writers = [self._scoring_writer(*each, asked) for each in zip(several, echoes, strict=True)]
@@ -114,7 +119,7 @@ class Handler:
     def _scoring_writer(self, prompt: list[int], echo: str, asked: Parameters) -> Writer:
         """What makes the text of an answer that comes after the tokens of its prompt."""
         self._generation.check_scored(prompt)
-        return Writer(self._models.tokenizer, asked.stop, None, self._text_of, prompt, echo)
+        return Writer(self._models.tokenizer, asked.stop, None, self._text_of, prompt, echo, prompt[-NUM_BEFORE:])
 
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""

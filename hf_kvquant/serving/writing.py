@@ -65,6 +65,61 @@ def text_of(tokenizer: Any, token: int) -> str:
     return str(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
 
 
+# Tokens of a prompt that say how the text behind it begins.
+NUM_BEFORE = 8
+
+
+def text_after(tokenizer: Any, before: Sequence[int], tokens: Sequence[int], *, skips_special: bool = True) -> str:
+    """The text of tokens that come after others. Many tokenizers leave out the space at the beginning of a text."""
+    whole, begun = (
+        str(tokenizer.decode(ids, skip_special_tokens=skips_special)) for ids in ([*before, *tokens], list(before))
+    )
+    return whole[len(begun) :]
+
+
+class TextStream:
+    """The text of tokens while they come.
+
+    Args:
+        tokenizer: A fast one of transformers.
+        skips_special: Whether special tokens have no text.
+        before: Tokens before the first one.
+    """
+
+    def __init__(self, tokenizer: Any, skips_special: bool, before: Sequence[int] = ()) -> None:
+        self._tokenizer, self._skips_special = tokenizer, skips_special
+        is_whole = not tokenizer.decode(list(before)).endswith("\N{REPLACEMENT CHARACTER}")
+        self._before = list(before) if is_whole else []  # of the last text, or before the first one
+        self._pending: list[int] = []
+        self._stream = self._begun()
+
+    def step(self, token: int) -> str:
+        """The text that is certain now."""
+        self._pending.append(token)
+        try:
+            text: str = self._stream.step(self._tokenizer._tokenizer, token) or ""
+        except Exception:  # of bytes behind a byte that has been passed on, and that together are no text (Llama 2)
+            text = self._text()
+        else:
+            if text:
+                self._before, self._pending = self._pending, []
+            return text
+        self._before, self._pending = [token], []
+        self._stream = self._begun()
+        return text
+
+    def rest(self) -> str:
+        """The text of a character that has not become whole."""
+        text, self._pending = self._text(), []
+        return text
+
+    def _begun(self) -> DecodeStream:
+        return DecodeStream(self._before, skip_special_tokens=self._skips_special)
+
+    def _text(self) -> str:
+        return text_after(self._tokenizer, self._before, self._pending, skips_special=self._skips_special)
+
+
 class Writer:
     """Turns the tokens of one answer into text.
 
@@ -75,6 +130,7 @@ class Writer:
         text_of: The text of one token, if tokens come with logarithms of probabilities.
         prompt: Tokens of the prompt, if all but the first come before those of the answer, to be told with theirs.
         echo: The text of the prompt, likewise.
+        before: The last tokens of the prompt, if the answer goes on with its text.
     """
 
     def __init__(
@@ -85,11 +141,11 @@ class Writer:
         text_of: Callable[[int], str] | None = None,
         prompt: Sequence[int] = (),
         echo: str = "",
+        before: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._reader = tokenizer, reader
+        self._reader = reader
         # The reader looks for special tokens.
-        self._skips_special = reader is None
-        self._stream = DecodeStream([], skip_special_tokens=self._skips_special)
+        self._stream = TextStream(tokenizer, reader is None, before)
         self._stops = StopStrings(stop)
         self._tokens: list[int] = []
         self._num_decoded = self._num_passed = 0  # characters
@@ -98,7 +154,13 @@ class Writer:
         self._text_of = text_of
         self._prompt, self._num_echoed = list(prompt), len(echo)  # tokens, and characters
         self._num_scored = 0  # tokens of the prompt
+        self._begins: list[int] = []  # theirs in the echo
         if prompt:
+            # A text has no special tokens, such as the one that the tokenizer puts before it.
+            stream, num_characters = TextStream(tokenizer, echo != tokenizer.decode(list(prompt))), 0
+            for token in prompt:
+                self._begins.append(min(num_characters, len(echo)))
+                num_characters += len(stream.step(token))
             self._score(None)
 
     @property
@@ -135,7 +197,7 @@ class Writer:
             self._tokens.append(token)
             if self._text_of is not None:
                 self._logprobs.append(self._told(token, logprobs[index], self._num_echoed + self._num_decoded))
-            decoded = self._stream.step(self._tokenizer._tokenizer, token) or ""
+            decoded = self._stream.step(token)
             self._num_decoded += len(decoded)
             text += self._stops.passed(decoded)
         return self._parsed(text)
@@ -144,8 +206,7 @@ class Writer:
         """What was held back: a character without its last bytes, and what might have become a stop string."""
         text = ""
         if not self.is_stopped:
-            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=self._skips_special)
-            text = self._stops.passed(whole[self._num_decoded :]) + self._stops.rest()
+            text = self._stops.passed(self._stream.rest()) + self._stops.rest()
         pieces = self._parsed(text)
         if not self.is_stopped:
             self._num_passed += 1  # past the tokens at the end that have no text, such as the end token
@@ -188,9 +249,7 @@ class Writer:
     def _score(self, found: TokenLogprobs | None) -> None:
         """Note the next token of the prompt, and the logarithm of its probability if it comes after another."""
         token = self._prompt[self._num_scored]
-        last = self._logprobs[-1] if self._logprobs else None
-        begin = 0 if last is None else min(last.begin + len(last.text), self._num_echoed)
-        self._logprobs.append(self._told(token, found, begin))
+        self._logprobs.append(self._told(token, found, self._begins[self._num_scored]))
         self._num_scored += 1
 
     def _told(self, token: int, found: TokenLogprobs | None, begin: int) -> Logprob:
