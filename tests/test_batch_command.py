@@ -539,6 +539,28 @@ def test_other_settings_are_refused(batch: Batch, more: list[str], told: str) ->
     assert batch.output.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "name, told",
+    [("chat_template.jinja", "`tokenizer_sha256` was "), ("generation_config.json", "`generation_config` was ")],
+)
+def test_another_chat_template_or_generation_config_is_refused(
+    name: str, told: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the answers would be to other prompts, or end elsewhere."""
+    copied = tmp_path / "model"
+    shutil.copytree(folder, copied)
+    batch = Batch(str(copied), tmp_path, capsys)
+    batch.write(*prompts(2))
+    assert batch.run("--max-new-tokens", "6")[0] == 0
+    if name == "chat_template.jinja":
+        (copied / name).write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    else:
+        config = json.loads((copied / name).read_text(encoding="utf-8"))
+        (copied / name).write_text(json.dumps({**config, "suppress_tokens": [5]}), encoding="utf-8")
+    code, _, error = batch.run("--max-new-tokens", "6")
+    assert code == 2 and "`--output` must come from the same settings" in error and told in error
+
+
 def test_another_input_is_refused(batch: Batch) -> None:
     batch.write(*prompts(2))
     batch.run()

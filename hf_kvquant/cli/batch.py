@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import json
 import sys
 import time
 from collections import defaultdict
@@ -134,11 +135,27 @@ def settings_of(work: Work, source: Survey) -> dict[str, Any]:
         "model": model_name(work.name),
         "weights_sample_sha256": weights_hash(model),
         "smoothing_sha256": sha256(smoothing) if smoothing.is_file() else None,
+        "generation_config": _without_versions(work.generation_config),
+        "tokenizer_sha256": _sha256_of(work.tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "preset": work.preset,
         "formats": work.config.to_dict(),
         **work.defaults.to_dict(),
     }
+
+
+def _without_versions(config: GenerationConfig) -> dict[str, Any]:
+    """What a generation config says of answers, besides their length, which is a setting of its own."""
+    left_out = ("transformers_version", "max_new_tokens", "max_length")
+    found = json.loads(config.to_json_string(use_diff=True))
+    return {name: value for name, value in found.items() if name not in left_out and not name.startswith("_")}
+
+
+def _sha256_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of what makes prompts and texts: the vocabulary and the chat template."""
+    inner: Any = getattr(tokenizer, "backend_tokenizer", None)
+    words = json.dumps(sorted(tokenizer.get_vocab().items())) if inner is None else inner.to_str()
+    return sha256(json.dumps([words, tokenizer.chat_template]).encode())
 
 
 def answer(work: Work, source: Survey, output: Output, processes: Processes) -> None:
