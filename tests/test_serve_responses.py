@@ -230,8 +230,22 @@ def test_a_failure_in_the_middle(running: Running, stream: bool) -> None:
                 {"role": "tool", "tool_call_id": "c", "content": "r"},
             ],
         ),
+        (
+            [
+                {"role": "user", "content": "a"},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                {"role": "user", "content": "b"},
+                {"role": "assistant", "content": "c"},
+            ],
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "", "reasoning_content": "hm"},
+                {"role": "user", "content": "b"},
+                {"role": "assistant", "content": "c"},
+            ],
+        ),
     ],
-    ids=["text", "parts", "items"],
+    ids=["text", "parts", "items", "an answer that ended in its thoughts"],
 )
 def test_input_becomes_messages(given: Any, expected: list[dict[str, Any]]) -> None:
     assert chat_of({"input": given})["messages"] == expected

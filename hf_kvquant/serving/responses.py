@@ -254,6 +254,10 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
         if kind == "reasoning":
             thoughts += "".join(part["text"] for part in item.get("content") or [])
             continue
+        if thoughts and (kind == "function_call_output" or item.get("role", "assistant") != "assistant"):
+            # Of an answer that ended in them, and not of the next one.
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+            thoughts = ""
         if kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
         elif kind == "message":
