@@ -28,7 +28,7 @@ from ..attention.registry import implementation_name, set_attention
 from ..models.fingerprint import fingerprint
 from ..models.hashes import weights_hash
 from ..models.sharding import why_not_captured
-from ..models.text_config import text_config_of
+from ..models.text_config import switch_of, text_config_of
 from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
@@ -67,6 +67,7 @@ class Processor(ContinuousBatchProcessor):
         self._model, self._generation_config = model, options["generation_config"]
         self._pages_of, self._steps_of = fingerprint(model, with_writes=True), fingerprint(model)
         self._has_looked = False  # in the present step
+        self._switch = switch_of(model)
         # Not a new runner beside theirs: it would free the memory pool that theirs has just made, and that aborts a
         # process in which a capture has failed before (torch 2.11). A Runner has no attributes of its own.
         self.model_runner.__class__ = Runner
@@ -89,6 +90,19 @@ class Processor(ContinuousBatchProcessor):
                 scheduler._schedule_request = self._schedule_to_border
         self._wait_for_device()
 
+    @property
+    def room(self) -> int:
+        """Tokens that a request can have: as many as all pages hold, or as leave all requests their RoPE factors."""
+        room: int = self.cache.room
+        return room if self._switch is None else min(room, self._switch)
+
+    @property
+    def _limits(self) -> str:
+        """What `room` comes from, in words."""
+        if self._switch is None or self.cache.room <= self._switch:
+            return "as many as all pages hold"
+        return "behind which this model takes other RoPE factors for all requests of a step"
+
     def _add_if_it_fits(self, state: RequestState) -> None:
         """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
 
@@ -102,10 +116,10 @@ class Processor(ContinuousBatchProcessor):
                 "continuous batching: `request_id` must be unique among requests that have not finished, got "
                 f"{state.request_id!r} again. Pass another, or none."
             )
-        num_tokens, room = len(state.initial_tokens), self.cache.room
+        num_tokens, room = len(state.initial_tokens), self.room
         if not 0 < num_tokens <= room:
             raise ValueError(
-                f"continuous batching: a prompt must have from 1 to {room} tokens, as many as all pages hold, got "
+                f"continuous batching: a prompt must have from 1 to {room} tokens, {self._limits}, got "
                 f"{num_tokens}. Shorten it, or set a larger `num_blocks` in the ContinuousBatchingConfig."
             )
         for token in (min(state.initial_tokens), max(state.initial_tokens)):
@@ -181,14 +195,15 @@ class Processor(ContinuousBatchProcessor):
         """See `ContinuousBatchProcessor`. Requests that fill all pages get an error, and the others go on (5.23)."""
         self._has_looked = False
         for state in list(self.scheduler.active_requests.values()):
-            if state.current_len() >= self.cache.room:
+            if state.current_len() >= self.room:
                 self._end_outgrown(state)
         is_ready: bool = super().prepare_next_batch()
         return is_ready
 
     def _end_outgrown(self, state: RequestState) -> None:
+        limit = "its tokens fill all pages" if self.room == self.cache.room else f"the number of tokens {self._limits}"
         error = ValueError(
-            f"continuous batching: a request must end before its tokens fill all pages, got {self.cache.room} tokens. "
+            f"continuous batching: a request must end before {limit}, got {self.room} tokens. "
             "Set fewer `max_new_tokens`, or a larger `num_blocks` in the ContinuousBatchingConfig."
         )
         self._handle_request_error(error, state)
