@@ -1142,8 +1142,9 @@ def test_a_long_request_leaves_the_others_their_positions(kind: str) -> None:
         more: dict[str, Any] = {"continuous_batching_config": settings(), "max_new_tokens": 16}
         first, second, third = model.generate_batch([short, long, list(range(3, 18))], **more).values()
     assert first.generated_tokens == expected
-    assert "a prompt must have from 1 to 24 tokens, behind which this model takes other RoPE factors" in second.error
-    assert "a request must end before the number of tokens behind which this model takes other" in third.error
+    limit = "24 tokens, with more of which this model would take other RoPE factors for all requests"
+    assert f"a prompt must have from 1 to {limit}, got 60" in second.error and "or use generate" in second.error
+    assert f"a request must end before {limit}" in third.error and "or use generate" in third.error
 
 
 def test_the_id_of_a_request_is_taken_until_it_ends() -> None:
@@ -1174,7 +1175,7 @@ def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: Any, nu
             names = manager.add_request(prompt, max_new_tokens=500), manager.add_request(PROMPTS[0], max_new_tokens=30)
             results = {each.request_id: each for each in (next_result(manager) for _ in names)}
             outgrown, good = (results[name] for name in names)
-            assert f"must end before its tokens fill all pages, got {room} tokens." in outgrown.error
+            assert f"must end before {room} tokens, as many as all pages hold, got as many." in outgrown.error
             assert outgrown.generated_tokens == expected[: len(outgrown.generated_tokens)]
             assert len(outgrown.generated_tokens) == 21
             assert good.error is None and good.generated_tokens == other

@@ -97,11 +97,11 @@ class Processor(ContinuousBatchProcessor):
         return room if self._switch is None else min(room, self._switch)
 
     @property
-    def _limits(self) -> str:
-        """What `room` comes from, in words."""
+    def _limit(self) -> tuple[str, str]:
+        """What `room` is, and what helps against it, in words."""
         if self._switch is None or self.cache.room <= self._switch:
-            return "as many as all pages hold"
-        return "behind which this model takes other RoPE factors for all requests of a step"
+            return "as many as all pages hold", "set a larger `num_blocks` in the ContinuousBatchingConfig"
+        return "with more of which this model would take other RoPE factors for all requests", "use generate"
 
     def _add_if_it_fits(self, state: RequestState) -> None:
         """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
@@ -118,9 +118,10 @@ class Processor(ContinuousBatchProcessor):
             )
         num_tokens, room = len(state.initial_tokens), self.room
         if not 0 < num_tokens <= room:
+            limit, remedy = self._limit
             raise ValueError(
-                f"continuous batching: a prompt must have from 1 to {room} tokens, {self._limits}, got "
-                f"{num_tokens}. Shorten it, or set a larger `num_blocks` in the ContinuousBatchingConfig."
+                f"continuous batching: a prompt must have from 1 to {room} tokens, {limit}, got {num_tokens}. "
+                f"Shorten it, or {remedy}."
             )
         for token in (min(state.initial_tokens), max(state.initial_tokens)):
             if not 0 <= token < vocab_size:
@@ -201,10 +202,10 @@ class Processor(ContinuousBatchProcessor):
         return is_ready
 
     def _end_outgrown(self, state: RequestState) -> None:
-        limit = "its tokens fill all pages" if self.room == self.cache.room else f"the number of tokens {self._limits}"
+        limit, remedy = self._limit
         error = ValueError(
-            f"continuous batching: a request must end before {limit}, got {self.room} tokens. "
-            "Set fewer `max_new_tokens`, or a larger `num_blocks` in the ContinuousBatchingConfig."
+            f"continuous batching: a request must end before {self.room} tokens, {limit}, got as many. "
+            f"Set fewer `max_new_tokens`, or {remedy}."
         )
         self._handle_request_error(error, state)
         self.scheduler.finish_request(state.request_id)
