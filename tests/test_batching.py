@@ -1124,18 +1124,10 @@ def test_a_token_that_the_model_does_not_have_fails_its_request_alone(token: int
             assert results[good].error is None and results[good].generated_tokens == expected
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_a_long_request_leaves_the_others_their_positions(kind: str) -> None:
-    """Its length would decide which RoPE factors all requests of a step get."""
-    size, rope = models.HEAD_DIM // 2, dict[str, Any]({"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
-    if kind == "longrope":
-        factors = {"short_factor": [1.0] * size, "long_factor": [4.0] * size, "original_max_position_embeddings": 24}
-        rope |= {**factors, "partial_rotary_factor": 1.0}
-        lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 24}
-        options = {**models.FAMILIES["phi3"].options, **lengths, "rope_parameters": rope}
-        model = models.build("phi3", **options)
-    else:
-        model = models.build("llama", max_position_embeddings=24, rope_parameters=rope)
+def test_a_request_ends_where_it_would_change_the_positions_of_others() -> None:
+    """With dynamic NTK, the length of the longest text of a step decides which RoPE factors all get."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = models.build("llama", max_position_embeddings=24, rope_parameters=rope)
     short, long = [5, 6, 7, 8], list(range(3, 63))
     with patched(model, "none"):
         expected = alone(model, short, 16)

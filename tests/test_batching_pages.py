@@ -332,11 +332,12 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
     own = {
         "Manager": {"_restore_attention", "_leave_model"},
         "Processor": {"_add_if_it_fits", "_taken_with_logprobs", "_end_outgrown", "_wait_for_device", "look_at_model"}
+        | {"room", "_limit", "_begin_again"}
         | {"_offload_without_those_in_flight", "_offload_or_drop_snapshots", "_schedule_to_border"},
         "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs", "grammars"}
-        | {"_decode_group", "_request_of", "_sequences_of"},
+        | {"_decode_group", "_request_of", "_sequences_of", "_prepare_rope"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages", "_sectors_of"}
-        | {"pages_of_a_state", "most_requests", "slots", "_blocks_to_take_over", "sectors_for"},
+        | {"pages_of_a_state", "most_requests", "slots", "_blocks_to_take_over", "sectors_for", "_shares"},
         "SlotAllocator": {"slot_of"},
         "StateAllocator": {"take", "copy_slot", "read_trash_slot", "write_trash_slot"},
         "TailAllocator": {"take_over", "_give_sinks"},

@@ -40,6 +40,7 @@ from ..spec.tails import TailLayout
 from ..upstream.releases import DO_MODELS_UPDATE_PAGES
 from .batch import Group
 from .memory import PageMemory, zeros
+from .rope import RopeByRequest
 from .sinks import KeptSinks
 from .slots import Sector, SlotAllocator, sector_of
 from .snapshots import Snapshots
@@ -325,6 +326,7 @@ class PagedCache(PagedAttentionCache):
         snapshots: States at the end of prefixes; `None` if no layer has a state, or nothing is shared.
         groups: The requests of the present forward.
         sequences: The same in one row, for layers with a state; `None` where all of them decode, or no layer has one.
+        rope: Whose RoPE factors each request gets; `None` where all get the same.
         counters: Scratch of the ops. Layers share it, because they run one after the other.
 
     Raises:
@@ -353,6 +355,7 @@ class PagedCache(PagedAttentionCache):
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
         self.groups: list[Group] = []
         self.sequences: Sequences | None = None
+        self.rope: RopeByRequest | None = None
         self.counters = ops.new_counters(torch.device(device))
         self.cache_allocators: dict[str, CacheAllocator] = {FULL_ATTENTION: allocator}
         self.layer_to_allocator = dict.fromkeys(layers, allocator)
@@ -462,8 +465,10 @@ class PagedCache(PagedAttentionCache):
 
         Where it finds more pages than that, its steps will end at the border at their end, so that the next one finds
         the states there. They end at the last border of a prompt that takes several steps, too.
+
+        Long prompts with RoPE factors of their own share nothing.
         """
-        if not self.use_prefix_sharing:
+        if not self.use_prefix_sharing or (self.rope is not None and len(prompt_ids) > self.rope.switch.border):
             return 0
         blocks = self._blocks_to_take_over(request_id, prompt_ids)
         num_tokens: int = len(blocks) * self.allocator.tokens_per_page
@@ -519,7 +524,7 @@ class PagedCache(PagedAttentionCache):
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
         """See `PagedAttentionCache`. A block is complete when it has its codes."""
-        if not self.use_prefix_sharing:
+        if not self._shares(state):
             return {}
         held = state.current_len()
         before, after = self.allocator.num_complete(held), self.allocator.num_complete(held + request_len)
@@ -535,7 +540,7 @@ class PagedCache(PagedAttentionCache):
         num_new = state.generated_len()
         if not complete_blocks and num_new != 1:  # in nearly all steps
             return
-        if not self.use_prefix_sharing:
+        if not self._shares(state):
             return
         if num_new:
             held = self.allocator.num_complete(len(state.initial_tokens) + num_new - 1)
@@ -546,6 +551,11 @@ class PagedCache(PagedAttentionCache):
         super().mark_complete_blocks(state, {FULL_ATTENTION: min(count, most)})
         if self.snapshots is not None:
             self.snapshots.keep(state.request_id, functools.partial(self.allocator.hash_at, state.request_id))
+
+    def _shares(self, state: RequestState) -> bool:
+        """Whether others may take over the pages of a request: not those with the RoPE factors of long texts."""
+        num_tokens = len(state.initial_tokens) + len(state.generated_tokens)
+        return self.use_prefix_sharing and (self.rope is None or num_tokens <= self.rope.switch.border)
 
     def forget_pages(self) -> None:
         """Let no later request take over tokens of earlier ones. Requests go on with those that they hold."""

@@ -27,14 +27,17 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from ..attention.registry import implementation_name, set_attention
 from ..models.fingerprint import fingerprint
 from ..models.hashes import weights_hash
+from ..models.rope import is_dynamic
 from ..models.sharding import why_not_captured
-from ..models.text_config import switch_of, text_config_of
+from ..models.text_config import context_of, text_config_of
 from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer, check_room
 from .grammars import Grammars
 from .memory import CPU_SHARE
+from .rope import RopeByRequest
+from .rope import unwrap as unwrap_rope
 from .runner import Runner, inputs_of, max_blocks_of, settle_graphs
 from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
@@ -67,7 +70,7 @@ class Processor(ContinuousBatchProcessor):
         self._model, self._generation_config = model, options["generation_config"]
         self._pages_of, self._steps_of = fingerprint(model, with_writes=True), fingerprint(model)
         self._has_looked = False  # in the present step
-        self._switch = switch_of(model)
+        self._most = context_of(model) if is_dynamic(model) else None
         # Not a new runner beside theirs: it would free the memory pool that theirs has just made, and that aborts a
         # process in which a capture has failed before (torch 2.11). A Runner has no attributes of its own.
         self.model_runner.__class__ = Runner
@@ -94,12 +97,12 @@ class Processor(ContinuousBatchProcessor):
     def room(self) -> int:
         """Tokens that a request can have: as many as all pages hold, or as leave all requests their RoPE factors."""
         room: int = self.cache.room
-        return room if self._switch is None else min(room, self._switch)
+        return room if self._most is None else min(room, self._most)
 
     @property
     def _limit(self) -> tuple[str, str]:
         """What `room` is, and what helps against it, in words."""
-        if self._switch is None or self.cache.room <= self._switch:
+        if self._most is None or self.cache.room <= self._most:
             return "as many as all pages hold", "set a larger `num_blocks` in the ContinuousBatchingConfig"
         return "with more of which this model would take other RoPE factors for all requests", "use generate"
 
@@ -193,11 +196,16 @@ class Processor(ContinuousBatchProcessor):
             self.model_runner.forget_graphs()
 
     def prepare_next_batch(self) -> bool:
-        """See `ContinuousBatchProcessor`. Requests that fill all pages get an error, and the others go on (5.23)."""
+        """See `ContinuousBatchProcessor`. Requests that fill all pages get an error, and the others go on (5.23).
+
+        Requests that outgrow their RoPE factors begin again.
+        """
         self._has_looked = False
         for state in list(self.scheduler.active_requests.values()):
             if state.current_len() >= self.room:
                 self._end_outgrown(state)
+            elif self.cache.rope is not None and self.cache.rope.outgrows(state):
+                self._begin_again(state)
         is_ready: bool = super().prepare_next_batch()
         return is_ready
 
@@ -210,6 +218,13 @@ class Processor(ContinuousBatchProcessor):
         self._handle_request_error(error, state)
         self.scheduler.finish_request(state.request_id)
         state._status = RequestStatus.FINISHED  # the step under way may hold it, and leaves out those that are finished
+
+    def _begin_again(self, state: RequestState) -> None:
+        """Let a request wait with its answer as part of the prompt, as transformers does with one that starves."""
+        again = state.create_equivalent_initial_request()
+        state._status = RequestStatus.FINISHED
+        self.scheduler.finish_request(state.request_id)
+        self._add_waiting(again)
 
     def reset(self) -> None:
         """See `ContinuousBatchProcessor`."""
@@ -291,12 +306,21 @@ class Manager(ContinuousBatchingManager):
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
         self._states = None if self._state_layers is None else self._state_layers.layout
+        self._rope = RopeByRequest.of(model)
         if continuous_batching_config.num_blocks is not None:
             check_room(self._layers, self._states, continuous_batching_config.num_blocks, is_given=True)
         resolved = copy.copy(continuous_batching_config)
         is_open = resolved.max_memory_percent is None and resolved.num_blocks is None
         if is_open and model.device.type == "cpu":
             resolved.max_memory_percent = CPU_SHARE
+        if self._rope is not None and self._rope.switch.recomputes:
+            # The last token with the old factors must be known before the text is computed again.
+            if resolved.use_async_batching:
+                raise NotImplementedError(
+                    f"{WHERE}: `use_async_batching` must be False for {type(model).__name__}, which computes a text "
+                    f"again where it exceeds {self._rope.switch.border} tokens, got True. Leave it out."
+                )
+            resolved.use_async_batching = False
         settle_graphs(resolved, model.device, can_capture=why_not_captured(model) is None)
         try:
             with known_types(text_config_of(model)):
@@ -315,10 +339,13 @@ class Manager(ContinuousBatchingManager):
         set_attention(model, self._paged_attention)
         if self._state_layers is not None:
             wrap(self._state_layers.modules.values())
+        if self._rope is not None:
+            self._rope.wrap()
 
     def _restore_attention(self, model: Any) -> None:
         """Set what `generate` has again: attention, unless another has been set meanwhile, and layers with a state."""
         unwrap(model.modules())
+        unwrap_rope(model)
         if text_config_of(model)._attn_implementation == self._paged_attention:
             set_attention(model, self._attention)
 
@@ -412,6 +439,7 @@ class Manager(ContinuousBatchingManager):
             self.distributed_helper,
             self._states,
         )
+        cache.rope = self._rope
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(batching, cache.num_blocks, cache.max_batch_tokens)
         scheduler: Any = SCHEDULER_MAPPING[batching.scheduler_type]

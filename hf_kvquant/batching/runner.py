@@ -254,13 +254,19 @@ class Runner(ModelRunner):
         if table is not None and all(past_of(state) > 0 for state in states):
             lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
             groups, self.cache.sequences = [self._decode_group(table, lengths)], None
+            self._prepare_rope(None)
         else:
             requests = [self._request_of(each) for each in states if each.query_length]
             groups = groups_of(requests, torch.device(self.cache.device))
             self.cache.sequences = self._sequences_of(requests)
+            self._prepare_rope(states)
         self.cache.groups = [self.cache.planned(group) for group in groups]
         with fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext():
             super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)
+
+    def _prepare_rope(self, requests: Sequence[FutureRequestState] | None) -> None:
+        if self.cache.rope is not None:
+            self.cache.rope.prepare(requests, torch.device(self.cache.device))
 
     def _decode_group(self, table: Tensor, lengths: Tensor) -> Group:
         """All requests of a decode step, from transformers' block table. It is on the device, and so a graph reads it.

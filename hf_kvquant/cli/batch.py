@@ -34,7 +34,7 @@ from ..jobs.processes import Processes, joined, tell_one_process, this_process_d
 from ..jobs.prompts import Limits, Request, Requests
 from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
-from ..models.text_config import batched_positions_of, text_config_of
+from ..models.text_config import context_of, text_config_of
 from ..patching import patched
 from . import arguments, loading
 from .loading import load_calibration
@@ -267,7 +267,7 @@ def write_answers(
     work: Work, jobs: Iterator[Job], manager: Any, room: int, writer: Writer, tally: Tally, tell: Tell
 ) -> None:
     """Write a line for every job, through a manager whose pages have room for `room` tokens."""
-    limits, started, told = Limits(batched_positions_of(work.model), room), time.monotonic(), 0.0
+    limits, started, told = Limits(context_of(work.model), room), time.monotonic(), 0.0
     prompts = Requests(work.model, work.tokenizer, work.grammars, limits, work.defaults)
 
     def refuse(job: Job, problem: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..cache.cache import KVQuantCache
-from ..models.text_config import text_config_of
+from ..models.rope import recomputes
 from ..upstream.releases import CACHE
 
 _METHOD = "prepare_inputs_for_generation"
@@ -21,7 +21,7 @@ _METHOD = "prepare_inputs_for_generation"
 
 def patch(model: Any) -> None:
     """Let a model that switches RoPE factors keep our caches. `unpatch` undoes it; other models stay as they are."""
-    if hasattr(text_config_of(model), "original_max_position_embeddings") and hasattr(type(model), _METHOD):
+    if recomputes(model):
         # A partial of a module-level function survives pickle and deepcopy with the model.
         setattr(model, _METHOD, functools.partial(_prepare_inputs, model))
 

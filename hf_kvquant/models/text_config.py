@@ -7,7 +7,6 @@ It refuses what is not a model; the callers decide which models are supported. A
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -71,28 +70,6 @@ def text_config_of(model: PreTrainedModel) -> PreTrainedConfig:
 def context_of(model: PreTrainedModel) -> int | None:
     """The number of positions that a model supports, or `None` if its config does not say."""
     return count_of(text_config_of(model), "max_position_embeddings")
-
-
-def switch_of(model: PreTrainedModel) -> int | None:
-    """Tokens that a text may have before its model takes other RoPE factors; `None` if it always has the same.
-
-    The longest text of a forward decides for all of them (Phi-3, MiniCPM3, dynamic NTK).
-    """
-    config = text_config_of(model)
-    given = getattr(config, "rope_parameters", None) or {}
-    found = []
-    for each in (given, *given.values()):  # for all layers, or one for each type of layer
-        kind = each.get("rope_type") if isinstance(each, Mapping) else None
-        if kind == "longrope":
-            found.append(each.get("original_max_position_embeddings") or context_of(model))
-        elif kind is not None and "dynamic" in kind:
-            found.append(context_of(model))
-    return min((each for each in found if each), default=None)
-
-
-def batched_positions_of(model: PreTrainedModel) -> int | None:
-    """The number of positions that a text may have among others in one forward; `None` if nothing says so."""
-    return min((each for each in (context_of(model), switch_of(model)) if each), default=None)
 
 
 def positions_of(model: PreTrainedModel, most: int) -> int:

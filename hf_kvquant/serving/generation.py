@@ -24,7 +24,7 @@ from ..batching.grammars import Grammars
 from ..batching.manager import Manager
 from ..batching.sampling import KEY, SETTINGS, Sampling, greedy_config
 from ..common.errors import NoGrammars, RefusedRequest
-from ..models.text_config import batched_positions_of, text_config_of
+from ..models.text_config import context_of, text_config_of
 from .fields import Parameters
 from .metrics import Metrics
 from .requests import OpenRequest, OpenRequests, Router
@@ -69,7 +69,7 @@ class Generation:
         config = greedy_config(model.generation_config)
         config.use_cache = False
         self.manager = model_any.init_continuous_batching(config, self._batching)
-        self.num_positions = batched_positions_of(model)
+        self.num_positions = context_of(model)
         self.grammars = Grammars(tokenizer, self._vocab_size, self._end_tokens())
         if importlib.util.find_spec("llguidance") is not None:
             with contextlib.suppress(NoGrammars):  # requests that ask for one are told

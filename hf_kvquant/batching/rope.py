@@ -1,0 +1,133 @@
+"""`RopeByRequest`: RoPE factors by the length of each request, where a model chooses them by the longest of a forward.
+
+Phi-3 and its relatives have two sets of factors (`longrope`): for texts of up to `original_max_position_embeddings`
+tokens, and for longer ones. All requests of a step are one row, so one long request would give all others its factors.
+Here the module that makes cosines and sines is asked for both sets, and each token gets those of its request.
+
+Where a text outgrows its factors, `generate` computes all keys again with Phi-3 and relatives
+(`generate/switching.py`), so such a request begins again. Others go on over the keys that they have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+
+from ..models.rope import Switch, switch_of
+
+
+class RopeByRequest:
+    """Gives the tokens of a step the factors of their requests.
+
+    Args:
+        model: Whose modules make cosines and sines.
+        switch: Of the model.
+
+    Attributes:
+        switch: Of the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, switch: Switch) -> None:
+        self.switch = switch
+        self._modules = [module for module in model.modules() if _has_switch(module)]
+        # Of the tokens of the next forward, [tokens]; None: positions tell, since each request has one token.
+        self._is_long: Tensor | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> RopeByRequest | None:
+        """`None` for models with one set of factors."""
+        switch = switch_of(model)
+        return None if switch is None else cls(model, switch)
+
+    def wrap(self) -> None:
+        """Give the modules our `forward`, unless they have it. `unwrap` undoes it exactly."""
+        for module in self._modules:
+            before = module.__dict__.get("forward")
+            if not _is_ours(before):
+                module.forward = functools.partial(_forward, module, self, before)
+
+    def is_long(self, state: RequestState) -> bool:
+        """Whether all tokens of a request have the factors of long texts, the first ones included."""
+        return self._begun_with(state) > self.switch.border
+
+    def outgrows(self, state: RequestState) -> bool:
+        """Whether a request that has begun with the factors of short texts needs the others for its next token."""
+        num_begun = len(state.initial_tokens)
+        return self.switch.recomputes and num_begun <= self.switch.border < num_begun + len(state.generated_tokens)
+
+    def prepare(self, requests: Sequence[FutureRequestState] | None, device: torch.device) -> None:
+        """Note which tokens of the next forward belong to long texts. `None`: each request has one token and a past."""
+        self._is_long = None
+        if requests is not None:
+            counts = torch.tensor([each.query_length for each in requests])
+            is_long = torch.tensor([self.is_long(each.state) for each in requests])
+            self._is_long = is_long.repeat_interleave(counts).to(device)
+
+    def of_long_texts(self, positions: Tensor) -> Tensor:
+        """Which tokens get the factors of long texts: `[batch, tokens]` bool, for positions of this shape."""
+        is_long = positions >= self.switch.border
+        if self._is_long is None:
+            return is_long
+        return is_long | pad(self._is_long, (0, positions.shape[-1] - len(self._is_long)))
+
+    def _begun_with(self, state: RequestState) -> int:
+        """The length of the text that the first keys of a request were computed for."""
+        if self.switch.recomputes:
+            return len(state.initial_tokens) + len(state.generated_tokens)
+        # The prompt alone, also of a request that has been taken up again with its answer behind the prompt.
+        return state._true_initial_tokens or len(state.initial_tokens)
+
+
+def unwrap(model: nn.Module) -> None:
+    """Undo `RopeByRequest.wrap`. Modules that have another `forward` keep it."""
+    for module in model.modules():
+        forward: Any = module.__dict__.get("forward")
+        if _is_ours(forward):
+            del module.__dict__["forward"]
+            if forward.args[2] is not None:
+                module.forward = forward.args[2]
+
+
+def _has_switch(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)  # one, or one for each type of layer
+    return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, functools.partial) and forward.func is _forward
+
+
+def _forward(
+    module: Any,
+    rope: RopeByRequest,
+    before: Callable[..., Any] | None,
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    """Replaces the `forward` of a module that makes cosines and sines, `[batch, tokens, channels]` each.
+
+    Args:
+        module: Whose it is.
+        rope: Says which tokens belong to long texts.
+        before: What it had in its own dictionary.
+        x: Gives the dtype.
+        position_ids: `[batch, tokens]`.
+        *args: What else the module takes.
+        **kwargs: Likewise.
+    """
+    forward = before or functools.partial(type(module).forward, module)
+    border = rope.switch.border
+    # The largest position decides, and is not asked for on the host. Tokens of the other kind get what nobody reads.
+    of_short = forward(x, position_ids.clamp(max=border - 1), *args, **kwargs)
+    of_long = forward(x, pad(position_ids, (0, 1), value=border), *args, **kwargs)
+    is_long = rope.of_long_texts(position_ids).unsqueeze(-1)
+    return tuple(torch.where(is_long, long[..., :-1, :], short) for long, short in zip(of_long, of_short, strict=True))

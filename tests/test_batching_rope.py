@@ -1,0 +1,107 @@
+"""Continuous batching of models with two sets of RoPE factors, for short texts and for long ones."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from hf_kvquant.upstream.releases import HAS_PAGES
+
+if not HAS_PAGES:
+    pytest.skip("needs continuous batching", allow_module_level=True)
+
+import models
+import torch
+from test_batching import alone, settings
+from transformers.generation.continuous_batching.requests import RequestState
+
+from hf_kvquant import patched
+from hf_kvquant.batching.rope import RopeByRequest
+from hf_kvquant.models.rope import Switch
+
+BORDER = 24
+SHORT, LONG = [5, 6, 7, 8], list(range(3, 63))
+NEAR = list(range(3, 18))  # becomes long by its answer
+
+
+# Whose config names the length where `generate` computes all keys again. Others keep the keys of short texts.
+RECOMPUTED = ("phi3", "phimoe")
+
+
+def built(family: str, border: int = BORDER, positions: int = 128) -> Any:
+    """A model with factors for texts of up to `border` tokens, and others for longer ones."""
+    options = dict(models.FAMILIES[family].options)
+    plain: Any = models.build(family, **options)
+    num_factors = plain.model.rotary_emb.inv_freq.shape[-1]
+    rope = {
+        **plain.config.rope_parameters,
+        "rope_type": "longrope",
+        "short_factor": [1.0] * num_factors,
+        "long_factor": [4.0 + channel for channel in range(num_factors)],
+        "original_max_position_embeddings": border,
+    }
+    if family == "phimoe":
+        rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
+    if family in RECOMPUTED:
+        options["original_max_position_embeddings"] = border
+    return models.build(family, **{**options, "max_position_embeddings": positions, "rope_parameters": rope})
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("preset", ["none", "int8"])
+@pytest.mark.parametrize("family", [*RECOMPUTED, "minicpm3", "llama"])
+def test_requests_have_the_factors_of_their_own_length(family: str, preset: str, device: str) -> None:
+    """Whatever the others have, in steps with prompts and without, in chunks of prompts, and beyond the border."""
+    with patched(models.on(device, built(family)), preset) as model:
+        expected = {name: alone(model, prompt, 20) for name, prompt in (("s", SHORT), ("l", LONG), ("n", NEAR))}
+        for order in itertools.permutations("sln"):
+            prompts = [{"s": SHORT, "l": LONG, "n": NEAR}[name] for name in order]
+            for most in (256, 17):
+                outputs = model.generate_batch(
+                    prompts, continuous_batching_config=settings(max_batch_tokens=most), max_new_tokens=20
+                ).values()
+                for name, output in zip(order, outputs, strict=True):
+                    assert output.error is None and output.generated_tokens == expected[name], (order, most, name)
+        assert "forward" not in vars(model.model.rotary_emb)
+
+
+@pytest.mark.parametrize(("recomputes", "is_long"), [(True, True), (False, False)])
+def test_a_request_that_is_taken_up_again(recomputes: bool, is_long: bool) -> None:
+    """Its answer is part of the prompt then. Keys of a short text had the factors of short texts where they stay."""
+    rope = RopeByRequest(built("llama"), Switch(BORDER, recomputes))
+    state = RequestState("a", initial_tokens=NEAR, max_new_tokens=20)
+    state.generated_tokens = list(range(12))
+    again = state.create_equivalent_initial_request()
+    assert rope.is_long(again) == rope.is_long(state) == is_long
+    assert rope.outgrows(state) == recomputes and not rope.outgrows(again)
+
+
+def test_long_texts_share_no_pages_with_short_ones() -> None:
+    text = [token % 90 + 3 for token in range(300)]
+    with patched(built("phi3", border=256, positions=1024), "none") as model:
+        prompts = [text[:200], text, text[:240], [*text, 7]]
+        expected = [alone(model, prompt, 8) for prompt in prompts]
+        with model.continuous_batching_context_manager(
+            continuous_batching_config=settings(), generation_config=model.generation_config
+        ) as manager:
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                name = manager.add_request(prompt, max_new_tokens=8)
+                result = None
+                while result is None or not result.is_finished():
+                    result = manager.get_result(request_id=name, timeout=30)
+                assert result.error is None and result.generated_tokens == tokens
+
+
+def test_a_text_that_is_computed_again_needs_steps_one_after_the_other() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("asynchronous batching is for GPUs")
+    with (
+        patched(models.on("cuda", built("phi3")), "int8") as model,
+        pytest.raises(NotImplementedError, match="`use_async_batching` must"),
+    ):
+        model.generate_batch([SHORT], continuous_batching_config=settings(use_async_batching=True), max_new_tokens=4)
