@@ -100,6 +100,19 @@ def test_rows_without_codes(dtype: torch.dtype) -> None:
         run_decode("cuda", case, planes=(filled(case, 0, sides[0]), filled(case, 1, sides[1])), query=query)
 
 
+@pytest.mark.parametrize("preset", ["int8", "none"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_maxima_may_rise_late(preset: str, head_dim: int) -> None:
+    """Every tile has larger logits than the one before, by a few bits, beyond float16 or beyond float32, or smaller."""
+    case = Case(PRESETS[preset], head_dim, torch.bfloat16, 4, 520, (1800, 900), None, 1, capacity=2048)
+    for factor in (3.0, 30.0, 300.0, -300.0):
+        key = torch.randn(2, 1, 2048, head_dim)
+        key[..., 0] = torch.arange(2048) / 100 * factor
+        query = queries(case)
+        query[..., 0] = 4 * (head_dim / 64) ** 0.5
+        run_decode("cuda", case, planes=(filled(case, 0, key.to(case.dtype)), filled(case, 1)), query=query)
+
+
 @pytest.mark.parametrize("preset", ["int8", "int4-token", "int4-channel", "fp8"])
 def test_tokens_that_are_no_codes(preset: str) -> None:
     """First and newest tokens of dense windows, and a chunk's own, are in tiles together with codes."""

@@ -95,6 +95,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two float32 to two float16, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
   uint32_t y;

@@ -31,12 +31,6 @@
 
 namespace hf_kvquant::cuda {
 
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Copies tiles to shared memory.
 template <class Shape>
 class LatentCopy {

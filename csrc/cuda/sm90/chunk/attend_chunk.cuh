@@ -8,23 +8,34 @@
 // a tile, and thread blocks take steps in turn.
 //
 // Softmax. Scores are in log2 units. P' = 2^(score + exponent of the values - shift), rounded to float16. A shift is
-// raised only when P' would exceed 2^15, and the largest P' is 2^7 then. float16 keeps its precision down to 2^-14.
+// raised only when P' may exceed 2^15, and the largest P' is 2^7 then. float16 keeps its precision down to 2^-14. Where
+// thread blocks fill tiles, the maximum of every tile tells. With tiles from the scratch, P' is computed without one, in
+// float32, and its sums tell; a tile that needs a mask looks for its maximum.
 //
 // Where the time goes, with tiles from the scratch (H200, 2026-11, 1,024 tokens behind 32k, by samples of
-// instructions): 2,670 clocks a tile, in which products would need 2,048 if they were never interrupted;
-// FlashAttention-3 takes 2,300. A warpgroup takes 600 to issue its products, 190 until its turn, 210 until the scores
-// are there, 490 for the maximum, 1,000 for exponentials and rounding (FlashAttention-3: 770) and 130 between tiles.
-// Before the first tile and behind the last are 15,000 and 5,000 clocks. Tried and no faster:
-// - That the warpgroups do not take turns (FlashAttention-3's "ping-pong"): up to 7 % slower. With fillers in the
-//   thread block, turns gained 0 to 3 % before weights were rounded where they are now; not measured since.
-// - To wait for the products with values only behind the exponentials. They have ended before, and numbers then are
-//   rounded in a second pass, 250 clocks longer. A wait that no branch separates from exponentials before it does not
-//   even stay there: the compiler moves it in front of them.
-// - A quarter of the exponentials by a polynomial, beside the special function unit: 948 us instead of 875.
+// instructions): 2,380 clocks a tile, in which products would need 2,048 if they were never interrupted;
+// FlashAttention-3 takes 2,220. A warpgroup takes 300 until it has the next keys, 180 until its turn, 460 to issue its
+// products, 320 until it has scores and its factors, 900 for exponentials, sums and rounding, and 220 to see that none
+// is too large. Before the first tile and behind the last are 15,000 and 5,000 clocks. Under load both kernels run into
+// the limit of 700 W, this one at a higher clock: fewer clocks then are a lower clock. With a maximum for every tile,
+// 2,600 clocks. What brought 220 of them, together:
+// - Exponentials go to the registers of their scores, and are rounded in a second pass, when the products with the
+//   values of the tile before have ended. In one pass, additions and rounding wait for exponentials two or three
+//   instructions back, and 8 clocks for the next one begin behind them: 12 an exponential.
+// - The branches between four parts. The compiler does not move instructions across, so that each part fills these 8
+//   clocks with the multiplications of the next and the additions of the last one. Without them it moves all
+//   multiplications to the front: 2,490.
+// - Descriptions of tiles that come from __shfl_sync. Without, every product waits for two moves to uniform registers.
+// Tried and no faster:
+// - That the warpgroups do not take turns (FlashAttention-3's "ping-pong"): up to 7 % slower, before the changes above.
+//   That the turn is passed when products are issued instead of when scores are there: 2 to 3 % slower under load.
+// - To issue the products with the values first, so that registers of weights are free before there are scores: as
+//   long as before.
+// - To round beside the exponentials, to other registers: the compiler moves all 32 in the end, which takes longer than
+//   to round in a second pass (2,550), also with two tiles in turn and 232 registers.
+// - A quarter of the exponentials by a polynomial, beside the special function unit: 948 us instead of 875, with a
+//   maximum. Instructions that read three registers take 2 to 3 clocks beside products.
 // - Tiles and weights of bfloat16, which need less power than float16: 0 to 3 % faster, with three bits less.
-// - No maximum, but another product with the keys where the sum of P' is too large (1,900 us instead of 1,050 with
-//   fillers in the thread block, since registers went to memory). To leave out the maximum where a bound on the scores
-//   allows it took 1,220 us in a version whose results were wrong, so this is open.
 // Not kept:
 // - Products of int8 with keys. Queries rounded to int8 by row alone cost 2.1 to 5.4 times the error of PyTorch's bf16
 //   attention, and twice that error is the bound.
@@ -61,7 +72,7 @@ constexpr int kCombineThreads = 256;
 // Thread blocks that combine the parts of a unit.
 template <class Shape>
 constexpr int kCombineCtas = Shape::kRows * Shape::kHeadDim / 4 / kCombineThreads;
-constexpr float kMostBits = 15.f, kFreshBits = 7.f;  // log2 of the largest P', and of the largest after a raise
+constexpr float kMostSum = 32768.f, kFreshBits = 7.f;  // of P', and log2 of the largest after a raise
 
 // The query rows of a thread block, as float16 numbers in the layout that products read. query ≈ factor · number, and
 // the factor is a power of two. Stored factors contain the softmax scale and log2(e). `constants` are what every logit
@@ -158,7 +169,10 @@ class Attention {
   static constexpr int kScores = Shape::kTileTokens / 2, kSteps = Shape::kTileTokens / 16;
   // Products with values have at most 128 columns each.
   static constexpr int kParts = Shape::kHeadDim == 256 ? 2 : 1, kOutputs = Shape::kHeadDim / kParts / 2;
-  static constexpr bool kKeepsFactors = Shape::kIsStreamed, kTakesTurns = Shape::kTakesTurns;
+  static constexpr int kBlockBytes = Shape::kTileTokens * kLineBytes;
+  static constexpr bool kKeepsFactors = Shape::kIsStreamed;
+  // log2 of the largest weight. Streamed tiles look at sums of kScores / 2 weights instead.
+  static constexpr float kMostBits = Shape::kIsStreamed ? 10.f : 15.f;
 
  public:
   __device__ __forceinline__ Attention(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
@@ -200,7 +214,6 @@ class Attention {
   __device__ __forceinline__ void attend(int first_step, int last_step, int stride) {
     uint32_t weights[kSteps][4];
     float scores[kScores], factor[2];
-    if (kTakesTurns && warpgroup_ == 1) pass_turn();
     int number = 0, step = first_step;  // of a tile among those of the thread block, and in the sequence
     if constexpr (Shape::kSharesRows) {
       number = warpgroup_, step += warpgroup_ * stride;
@@ -210,7 +223,7 @@ class Attention {
     static_assert(Shape::kTurn <= Shape::kKeyStages && Shape::kTurn <= Shape::kValueStages);
     tables_.filled[0][number].wait(0);
     start_products();
-    multiply_keys(scores, number);
+    multiply_keys(scores, keys_of(number));
     commit_products();
     wait_for_products<0>();
     pin(scores);
@@ -226,17 +239,14 @@ class Attention {
       const int key_stage = number % Shape::kKeyStages, value_stage = number % Shape::kValueStages;
       const auto await_values = [&] { tables_.filled[1][value_stage].wait(number / Shape::kValueStages); };
       tables_.filled[0][key_stage].wait(number / Shape::kKeyStages);
-      if constexpr (kTakesTurns) await_turn();
       pin(weights);
       start_products();
-      multiply_keys(scores, key_stage);
+      multiply_keys(scores, keys_of(key_stage));
       commit_products();
-      multiply_values(weights, before);
+      multiply_values(weights, values_of(before));
       commit_products();
-      if constexpr (kTakesTurns) pass_turn();
       find_factors(key_stage, factor);
       const bool is_partial = !is_whole(step);
-      if constexpr (Shape::kIsStreamed) await_values();  // copied right behind the keys
       wait_for_products<1>();
       pin(scores);
       leave(0, key_stage);
@@ -248,29 +258,107 @@ class Attention {
         mask(scores, step, factor);
         for_all<kSteps, 4>([&](int k, int i) { weights[k][i] = 0; });
       }
-      if constexpr (!Shape::kIsStreamed) await_values();
+      await_values();
       const bool is_raised = raise_shifts(scores, value_stage, factor);
       wait_for_products<0>();
       for_all<kParts>([&](int n) { pin(output_[n]); });
       pin(weights);
       leave(1, before);
       before = value_stage;
-      if (__builtin_expect(is_raised, 0)) {
-        __syncwarp();
-        const float kept[2] = {tables_.rows[slot(0)].kept, tables_.rows[slot(1)].kept};
-        for_all<kParts, kOutputs>([&](int n, int j) { output_[n][j] *= kept[j / 2 % 2]; });
-        __syncwarp();
-      }
+      if (__builtin_expect(is_raised, 0)) lower_outputs();
       weigh(scores, value_stage, factor, weights);
     }
-    pin(weights);
-    for_all<kParts>([&](int n) { pin(output_[n]); });
+    finish(weights, before);
+  }
+
+  // The same with tiles from the scratch. Whole tiles do not look for a maximum: exponentials go to where the scores
+  // are, and their sums, in float32, tell whether a weight is too large. Then the scores are found again.
+  __device__ __forceinline__ void attend_streamed(int first_step, int last_step, int stride) {
+    uint32_t weights[kSteps][4];
+    float scores[kScores], factor[2];
+    if (warpgroup_ == 1) pass_turn();
+    tables_.filled[0][0].wait(0);
     start_products();
-    multiply_values(weights, before);
+    multiply_keys(scores, keys_of(0));
     commit_products();
     wait_for_products<0>();
-    for_all<kParts>([&](int n) { pin(output_[n]); });
-    if (kTakesTurns && warpgroup_ == 0) await_turn();  // the last turn, which nobody takes
+    pin(scores);
+    find_factors(0, factor);
+    leave(0, 0);
+    if (!is_whole(first_step)) mask(scores, first_step, factor);
+    tables_.filled[1][0].wait(0);
+    raise_shifts(scores, 0, factor);
+    weigh(scores, 0, factor, weights);
+    int number = 1;
+#pragma unroll 1
+    for (int step = first_step + stride; step < last_step; step += stride, ++number) {
+      const int key_stage = number % Shape::kKeyStages, value_stage = number % Shape::kValueStages;
+      const int before = (number - 1) % Shape::kValueStages;
+      const uint32_t keys = keys_of(key_stage), values = values_of(before);
+      tables_.filled[0][key_stage].wait(number / Shape::kKeyStages);
+      await_turn();
+      pin(weights);
+      start_products();
+      multiply_keys(scores, keys);
+      commit_products();
+      multiply_values(weights, values);
+      commit_products();
+      find_factors(key_stage, factor);
+      tables_.filled[1][value_stage].wait(number / Shape::kValueStages);
+      const TileNotes& notes = tables_.notes[1][value_stage];
+      const bool is_partial = !is_whole(step);
+      const float exponent = notes.exponent, whole = exp2_approx(-exponent);
+      float lift[2] = {exponent - shift_[0], exponent - shift_[1]}, sum[4] = {};
+      pin(factor), pin(lift);
+      // Four parts, each of which hides the additions of the part before and the multiplications of the next one behind
+      // its exponentials. The branches keep the compiler from another order.
+      const auto scale = [&](int part) {
+        for_all<kScores / 4>([&](int n) {
+          const int j = part * (kScores / 4) + n;
+          scores[j] = fmaf(scores[j], factor[j / 2 % 2], lift[j / 2 % 2]);
+        });
+      };
+      const auto exponentiate = [&](int part) {
+        for_all<kScores / 4>([&](int n) {
+          const int j = part * (kScores / 4) + n;
+          scores[j] = exp2_approx(scores[j]);
+        });
+      };
+      const auto sum_up = [&](int part) {
+        for_all<kScores / 4>([&](int n) { sum[n % 4] += scores[part * (kScores / 4) + n]; });
+      };
+      uint32_t is_fast = !(is_partial || notes.has_bad);
+      wait_for_products<1>();
+      pin(scores);
+      pass_turn();
+      leave(0, key_stage);
+      if (is_fast) scale(0), exponentiate(0), scale(1);
+      keep(is_fast);
+      if (is_fast) exponentiate(1), scale(2), sum_up(0);
+      keep(is_fast);
+      if (is_fast) exponentiate(2), scale(3), sum_up(1);
+      wait_for_products<0>();
+      for_all<kParts>([&](int n) { pin(output_[n]); });
+      pin(weights);
+      leave(1, before);
+      keep(is_fast);
+      if (is_fast) exponentiate(3), sum_up(2), pack<0, 3>(scores, weights);
+      keep(is_fast);
+      if (is_fast) {
+        sum_up(3), pack<3, 4>(scores, weights);
+        const float2 sums = {sum[0] + sum[1], sum[2] + sum[3]};
+        if (__builtin_expect(are_below(kMostSum, sums), 1)) {
+          add(sums, whole);
+          continue;
+        }
+        find_scores_again(scores, step, factor, exponent, are_below(INFINITY, sums));
+      }
+      if (is_partial) mask(scores, step, factor);
+      if (raise_shifts(scores, value_stage, factor)) lower_outputs();
+      weigh(scores, value_stage, factor, weights);
+    }
+    finish(weights, (number - 1) % Shape::kValueStages);
+    if (warpgroup_ == 0) await_turn();  // the last turn, which nobody takes
   }
 
   // Writes maximum, sum and output to shared memory, rows of Shape::kOutputStride.
@@ -312,8 +400,17 @@ class Attention {
     if (threadIdx.x % kLanes == 0) tables_.emptied[side][stage].arrive();
   }
 
-  __device__ __forceinline__ void multiply_keys(float (&scores)[kScores], int stage) const {
-    const uint32_t keys = describe(memory_ + Shape::kKeysAt + stage * Shape::kTileBytes);
+  // Tiles as products read them. The same in all lanes, which the compiler does not see otherwise; products then take
+  // it from uniform registers without a move for each.
+  __device__ __forceinline__ uint32_t keys_of(int stage) const {
+    return __shfl_sync(kAllLanes, describe(memory_ + Shape::kKeysAt + stage * Shape::kTileBytes), 0);
+  }
+  __device__ __forceinline__ uint32_t values_of(int stage) const {
+    const uint32_t at = memory_ + Shape::kValuesAt + stage * Shape::kTileBytes;
+    return __shfl_sync(kAllLanes, describe_transposed(at, kBlockBytes), 0);
+  }
+
+  __device__ __forceinline__ void multiply_keys(float (&scores)[kScores], uint32_t keys) const {
     // Not kept from step to step where there are no registers for all of these.
     uint32_t query = query_;
     if constexpr (!Shape::kIsStreamed) keep(query);
@@ -324,12 +421,51 @@ class Attention {
     });
   }
 
-  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kSteps][4], int stage) {
-    constexpr int kBlockBytes = Shape::kTileTokens * kLineBytes;
-    const uint32_t values = describe_transposed(memory_ + Shape::kValuesAt + stage * Shape::kTileBytes, kBlockBytes);
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kSteps][4], uint32_t values) {
     for_all<kSteps, kParts>([&](int k, int n) {
       multiply(output_[n], weights[k], values + (k * 16 * kLineBytes + n * 2 * kBlockBytes) / 16);
     });
+  }
+
+  // The products with the last tile's values.
+  __device__ __forceinline__ void finish(uint32_t (&weights)[kSteps][4], int stage) {
+    const uint32_t values = values_of(stage);
+    pin(weights);
+    for_all<kParts>([&](int n) { pin(output_[n]); });
+    start_products();
+    multiply_values(weights, values);
+    commit_products();
+    wait_for_products<0>();
+    for_all<kParts>([&](int n) { pin(output_[n]); });
+  }
+
+  // The scores that were turned into exponentials: their logarithms, as far as they are finite. Others are multiplied
+  // once more, which takes as long as some tiles.
+  __device__ __forceinline__ void find_scores_again(float (&scores)[kScores], int step, float (&factor)[2],
+                                                    float exponent, bool are_finite) const {
+    if (!are_finite) {
+      multiply_keys_again(scores, step);
+      return;
+    }
+    for_all<kScores>([&](int j) { scores[j] = log2_approx(scores[j]) + (shift_[j / 2 % 2] - exponent); });
+    factor[0] = factor[1] = 1.f;
+  }
+
+  // A warp's part of multiply_keys, from the scratch: in shared memory the next tile may be there already.
+  __device__ __forceinline__ void multiply_keys_again(float (&scores)[kScores], int step) const {
+    const unsigned char* const keys = tables_.keys + int64_t{step} * Shape::kTileBytes + 2 * column();
+    const int lane = threadIdx.x % kLanes, row = lane / 4, query_row = slot(0) - row + lane % 16;
+    for_all<kScores>([&](int j) { scores[j] = 0.f; });
+#pragma unroll 1
+    for (int unit = 0; unit < Shape::kHeadDim / kChunk; unit += 2) {
+      uint32_t query[4];
+      load_matrices<false>(memory_ + unit_at(Shape::kRows, query_row, unit + lane / 16), query);
+      for_all<2, kScores / 4>([&](int half, int j) {
+        const uint32_t key =
+            *reinterpret_cast<const uint32_t*>(keys + unit_at(Shape::kTileTokens, 8 * j + row, unit + half));
+        multiply_halves(reinterpret_cast<float(&)[4]>(scores[4 * j]), query[2 * half], query[2 * half + 1], key);
+      });
+    }
   }
 
   // Whether all rows of the warpgroup attend to all tokens of a tile.
@@ -374,6 +510,34 @@ class Attention {
     return is_raised;
   }
 
+  // Lowers outputs as `raise_shifts` found.
+  __device__ __forceinline__ void lower_outputs() {
+    __syncwarp();
+    const float kept[2] = {tables_.rows[slot(0)].kept, tables_.rows[slot(1)].kept};
+    for_all<kParts, kOutputs>([&](int n, int j) { output_[n][j] *= kept[j / 2 % 2]; });
+    __syncwarp();
+  }
+
+  // Rounds exponentials to weights, of parts kBegin ... kEnd - 1 of four.
+  template <int kBegin, int kEnd>
+  static __device__ __forceinline__ void pack(const float (&scores)[kScores], uint32_t (&weights)[kSteps][4]) {
+    for_all<(kEnd - kBegin) * kSteps / 4, 4>([&](int n, int i) {
+      const int k = kBegin * kSteps / 4 + n;
+      weights[k][i] = pack_halves(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
+    });
+  }
+
+  // Whether the sums of all rows of the warp are below a limit. NaN is not: its bits are above those of all numbers.
+  static __device__ __forceinline__ bool are_below(float limit, const float2& sums) {
+    const uint32_t most = __float_as_uint(limit);
+    return __all_sync(kAllLanes, __float_as_uint(sums.x) < most && __float_as_uint(sums.y) < most);
+  }
+
+  // Adds the sums of a tile whose values' exponent is -log2(whole).
+  __device__ __forceinline__ void add(const float2& sums, float whole) {
+    sum_[0] = fmaf(sums.x, whole, sum_[0]), sum_[1] = fmaf(sums.y, whole, sum_[1]);
+  }
+
   // Turns the scores of a tile into weights, and adds these to the sums.
   __device__ __forceinline__ void weigh(float (&scores)[kScores], int stage, const float (&factor)[2],
                                         uint32_t (&weights)[kSteps][4]) {
@@ -388,8 +552,7 @@ class Attention {
       });
       weights[k][i] = pack_halves(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
     });
-    const float whole = exp2_approx(-exponent);
-    for_all<2>([&](int i) { sum_[i] = fmaf(sum[2 * i] + sum[2 * i + 1], whole, sum_[i]); });
+    add({sum[0] + sum[1], sum[2] + sum[3]}, exp2_approx(-exponent));
   }
 
   // Applies factors, which become 1, softcap and ALiBi, and sets the scores of tokens that a row does not attend to
@@ -588,6 +751,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) {
     tables.begin = span.begin, tables.end = span.end, tables.start = max(bounds.start, 0);
     tables.copies = copies;
+    if constexpr (Shape::kIsStreamed) {
+      const int first = step_of<Shape::kTileTokens>(whole_span(params, plan, bounds).begin);
+      tables.keys = TilePlaces<Shape>(plan, workspace, true).tiles - int64_t{first} * Shape::kTileBytes;
+    }
   }
   show_to_products();  // the barriers
   __syncthreads();
@@ -618,7 +785,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     show_to_products();
     meet<kConsumersMeet, kConsumers * kWarpgroup>();
     Attention<Shape> attention(params, plan, segment, span, memory, tables, threadIdx.x);
-    attention.attend(first_step, last_step, stride);
+    if constexpr (Shape::kIsStreamed) {
+      attention.attend_streamed(first_step, last_step, stride);
+    } else {
+      attention.attend(first_step, last_step, stride);
+    }
     meet<kConsumersMeet, kConsumers * kWarpgroup>();
     float* const outputs = reinterpret_cast<float*>(memory);
     attention.share(outputs);

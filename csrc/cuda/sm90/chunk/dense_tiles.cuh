@@ -126,6 +126,13 @@ __device__ __forceinline__ void load_words_if(bool is_held, const void* from, ui
   }
 }
 
+// Whether a streamed tile has a chunk's own tokens alone, from number `number` on, and as they are. fill_scratch copies
+// these like rows without codes: with few threads for a tile, a multiprocessor loads several at once.
+__device__ __forceinline__ bool are_copied(const DecodeParams& params, const Dense& dense, bool is_key, int number) {
+  return params.is_chunk && number >= 0 && dense.dtype != Dtype::fp32 &&
+         !(is_key && !is_identity(params.key_transform));
+}
+
 // Each thread block fills one tile, each thread eight channels of some of its tokens. A key that is no code is
 // transformed as it would be before it is quantised. Streamed tiles lie in the order of the sequence.
 template <class Shape>
@@ -156,6 +163,7 @@ __global__ void __launch_bounds__(kDenseThreads)
   if constexpr (Shape::kIsStreamed) {
     target = step - step_of<Shape::kTileTokens>(whole_span(params, plan, bounds).begin);
     if (target < 0 || target >= plan.scratch_tiles) return;  // no row sees it
+    if (are_copied(params, dense, is_key, first - num_stored)) return;
   }
 
   const int c = threadIdx.x % kLanesOfToken * kChunk, own = threadIdx.x / kLanesOfToken;

@@ -23,23 +23,50 @@ constexpr int kFillThreads = kWarpgroup, kFillCtas = 5;
 template <class Shape>
 constexpr int kFillBytes = Shape::kTileBytes + static_cast<int>(sizeof(FillTables<Shape, 1>));
 
+// Rows without codes of a tile: stored ones, or new tokens.
+struct PlainRows {
+  const uint8_t* first;
+  int64_t stride;  // in bytes
+  Dtype dtype;     // 16 bits
+};
+
+template <class Source>
+__device__ __forceinline__ PlainRows stored_rows(const Source& source, int first) {
+  const Side& side = source.side();
+  return {code_row(side, source.laps.slot(source.b, first), source.h, source.laps.row(first)), side.codes_stride_t,
+          side.dense_dtype};
+}
+
+template <class Source>
+__device__ __forceinline__ PlainRows new_rows(const Source& source, const Dense& dense, int number) {
+  const int64_t at = int64_t{source.b} * dense.stride_b + source.h * dense.stride_h + number * dense.stride_t;
+  return {static_cast<const uint8_t*>(dense.data) + 2 * at, 2 * dense.stride_t, dense.dtype};
+}
+
 // The tile of rows without codes, which are copied: 16-bit numbers times a power of two. bfloat16 has more range than
 // float16 and fewer digits, so numbers down to 2^-37 of the largest of a tile lose nothing.
 template <class Shape, bool kIsKey, class Tables>
-__device__ __forceinline__ void fill_plain(const TileSource<Shape, kIsKey, Tables>& source, int step) {
+__device__ __forceinline__ void fill_plain(const TileSource<Shape, kIsKey, Tables>& source, int step,
+                                           const PlainRows& rows) {
   constexpr int kLanesOfRow = Shape::kHeadDim / kChunk, kRowsOfPass = kFillThreads / kLanesOfRow;
   constexpr int kItems = Shape::kTileTokens / kRowsOfPass;
   const Side& side = source.side();
   const int first = step * Shape::kTileTokens, unit_of_row = source.thread % kLanesOfRow;
   const int own = source.thread / kLanesOfRow, c = unit_of_row * kChunk;
-  const uint8_t* const from =
-      code_row(side, source.laps.slot(source.b, first), source.h, source.laps.row(first) + own) + 2 * c;
+  const uint8_t* const from = rows.first + own * rows.stride + 2 * c;
   uint32_t words[kItems][4];
   for_all<kItems>([&](int i) {
     const bool is_held = c < side.head_dim && source.is_seen(first + own + i * kRowsOfPass);
-    load_words_if<16>(is_held, from + i * kRowsOfPass * side.codes_stride_t, words[i]);
+    load_words_if<16>(is_held, from + i * kRowsOfPass * rows.stride, words[i]);
   });
-  const bool is_half = side.dense_dtype == Dtype::fp16;
+  if (is_interleaved(side.storage)) {
+    for_all<kItems>([&](int i) {
+      const uint32_t even = words[i][1], odd = words[i][2];
+      words[i][1] = __byte_perm(words[i][0], odd, 0x7632), words[i][0] = __byte_perm(words[i][0], odd, 0x5410);
+      words[i][2] = __byte_perm(even, words[i][3], 0x5410), words[i][3] = __byte_perm(even, words[i][3], 0x7632);
+    });
+  }
+  const bool is_half = rows.dtype == Dtype::fp16;
   const auto number_of = [&](uint32_t bits) { return is_half ? half_to_float(bits) : __uint_as_float(bits << 16); };
   // Magnitudes of 16-bit numbers are in the order of their bits; those that are not finite are above all others.
   const uint32_t infinity = is_half ? 0x7c00 : 0x7f80;
@@ -77,8 +104,8 @@ __device__ __forceinline__ void fill_plain(const TileSource<Shape, kIsKey, Table
 }
 
 template <class Shape, bool kIsKey>
-__device__ __forceinline__ void fill_slot(const DecodeParams& params, const DecodePlan& plan, float* workspace,
-                                          unsigned char* memory, int slot) {
+__device__ __forceinline__ void fill_slot(const DecodeParams& params, const Dense& dense, const DecodePlan& plan,
+                                          float* workspace, unsigned char* memory, int slot) {
   using Tables = FillTables<Shape, 1>;
   Segment segment = {};
   segment.b = plan.first_b + blockIdx.z, segment.h = plan.first_h + blockIdx.y;
@@ -91,9 +118,13 @@ __device__ __forceinline__ void fill_slot(const DecodeParams& params, const Deco
   const int thread = threadIdx.x;
   const TileSource<Shape, kIsKey, Tables> source{params, plan,   segment,   span,  bounds,
                                                  memory, tables, workspace, thread};
-  if (source.is_dense(step)) return;  // fill_dense fills it
-  if (source.side().storage == Storage::none) {
-    fill_plain(source, step);
+  const int first = step * Shape::kTileTokens, number = first - num_stored_of(params, plan, bounds);
+  if (are_copied(params, dense, kIsKey, number)) {
+    fill_plain(source, step, new_rows(source, dense, number));
+  } else if (source.is_dense(step)) {
+    return;  // fill_dense fills it
+  } else if (source.side().storage == Storage::none) {
+    fill_plain(source, step, stored_rows(source, first));
   } else {
     with_filler(source, [&](auto&& filler) { filler.fill(step); });
   }
@@ -110,7 +141,7 @@ __device__ __forceinline__ void fill_slot(const DecodeParams& params, const Deco
 // Each thread block fills one tile, of keys or of values.
 template <class Shape>
 __global__ void __launch_bounds__(kFillThreads, kFillCtas)
-    fill_scratch(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens,
+    fill_scratch(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens new_tokens,
                  const __grid_constant__ DecodePlan plan, float* workspace) {
 #if KVQ_HAS_WGMMA
   extern __shared__ __align__(kSwizzleBytes) unsigned char memory[];
@@ -121,9 +152,9 @@ __global__ void __launch_bounds__(kFillThreads, kFillCtas)
   start_launch_behind();
   const int slot = blockIdx.x;
   if (slot < plan.scratch_tiles) {
-    fill_slot<Shape, true>(params, plan, workspace, memory, slot);
+    fill_slot<Shape, true>(params, new_tokens.key, plan, workspace, memory, slot);
   } else {
-    fill_slot<Shape, false>(params, plan, workspace, memory, slot - plan.scratch_tiles);
+    fill_slot<Shape, false>(params, new_tokens.value, plan, workspace, memory, slot - plan.scratch_tiles);
   }
   if (is_behind_dense) wait_for_launch_before();
 #endif

@@ -9,7 +9,6 @@ namespace hf_kvquant::cuda {
 
 constexpr int kConsumers = 2;  // warpgroups that attend, of 64 query rows each
 constexpr int kRowsOfWarpgroup = 64;
-constexpr bool kStreamedTakesTurns = true;
 
 // `kChangesScores`: with softcap or ALiBi, whose code would take registers from others. `kKind`: with `streamed`, tiles
 // come from the scratch (scratch.cuh), else two warpgroups of the thread block fill them, of keys and of values. With
@@ -28,9 +27,6 @@ struct ChunkShape {
   // Of a thread that attends and of one that fills or copies tiles. At the start each of 512 threads has 128, and each
   // of 384 has 168; together they must not have more.
   static constexpr int kConsumerRegisters = kIsStreamed ? 232 : 192, kFillerRegisters = kIsStreamed ? 40 : 64;
-  // Whether the two warpgroups that attend issue their products in turn, as in FlashAttention-3: one then does its
-  // softmax while the products of the other run.
-  static constexpr bool kTakesTurns = kIsStreamed && kStreamedTakesTurns;
   // Fewer tokens with 256 channels, whose output takes half of all registers.
   static constexpr int kTileTokens = kHeadDim <= 128 ? 128 : kIsStreamed ? 64 : 32;
   // Of keys and of values. Values are awaited by the softmax of the same tile, so their stages need more of a lead. A
@@ -136,6 +132,7 @@ struct FillTables {
 template <int kStages>
 struct CopyTables {
   TileNotes notes[2][kStages];
+  const unsigned char* keys;  // the place in the scratch of the tile of step 0, which need not be there
 };
 
 // Everything in shared memory but matrices.
