@@ -7,9 +7,10 @@
 // (choose.cpp), so a call may be cut into slices of heads, and each is filled and attended to in turn.
 //
 // H200, 2026-11, 32 and 8 heads of 128, int8 and int4, in us, without it, with it, and FlashAttention-3 in bfloat16:
-// 1 x 32k + 1,024 1,130 and 1,082, 875 and 862, 717; + 4,096 4,435 and 4,228, 3,134 and 3,107, 2,711; 8 x 8k + 4,096
-// 7,321 and 7,096, 5,782 and 5,631, 4,464. `none` takes 881, 3,148 and 5,883: what is left is not the codes. From 256
+// 1 x 32k + 1,024 1,130 and 1,082, 838 and 828, 702; + 4,096 4,435 and 4,228, 2,936 and 2,945, 2,680; 8 x 8k + 4,096
+// 7,321 and 7,096, 5,451 and 5,663, 4,710. `none` takes 833, 2,870 and 5,453: what is left is not the codes. From 256
 // tokens on (1,024 rows) it is worth it: 1 x 32k + 256 318 and 311, 8 x 8k + 256 653 and 621; 128 tokens 169 and 197.
+// 8 x 8k + 4,096 of int8 took 5,914 with tiles of new tokens from fill_dense and without `find_scores_again`'s logarithms.
 #pragma once
 
 #include "fill.cuh"
