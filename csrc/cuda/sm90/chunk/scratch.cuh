@@ -10,7 +10,7 @@
 // 1 x 32k + 1,024 1,130 and 1,082, 838 and 828, 702; + 4,096 4,435 and 4,228, 2,936 and 2,945, 2,680; 8 x 8k + 4,096
 // 7,321 and 7,096, 5,451 and 5,663, 4,710. `none` takes 833, 2,870 and 5,453: what is left is not the codes. From 256
 // tokens on (1,024 rows) it is worth it: 1 x 32k + 256 318 and 311, 8 x 8k + 256 653 and 621; 128 tokens 169 and 197.
-// 8 x 8k + 4,096 of int8 took 5,914 with tiles of new tokens from fill_dense and without `find_scores_again`'s logarithms.
+// 8 x 8k + 4,096 of int8 took 5,914 with tiles of new tokens from fill_dense, and every large weight found anew.
 #pragma once
 
 #include "fill.cuh"
