@@ -20,6 +20,7 @@ namespace hf_kvquant {
 constexpr int kOpsVersion = 23;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
+constexpr int kMaxScratchBytes = 64 << 20;  // of the tiles that long chunks read: 16k tokens of eight heads of 128
 constexpr int kTailAlignment = 32;   // rows of a tail for newest tokens, with has_channel_scales, are multiples of this
 constexpr int kTailColumns = 2;      // of a page table, before its pages; see reference.Tails
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales

@@ -529,6 +529,7 @@ PyMODINIT_FUNC KVQ_INIT(KVQ_MODULE)() {
       {"NUM_COUNTERS", hf_kvquant::kNumCounters},
       {"BLOCK_SIZE", hf_kvquant::kBlockSize},
       {"MAX_RING_LENGTH", hf_kvquant::kMaxRingLength},
+      {"MAX_SCRATCH_BYTES", hf_kvquant::kMaxScratchBytes},
       {"MAX_CUDA_HEAD_DIM", hf_kvquant::kMaxCudaHeadDim},
       {"HAS_CPU", 1},
       {"HAS_CUDA", kHasCuda}};

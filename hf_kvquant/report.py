@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ class Report:
         chose_other: Whether the last call asked for another cache, or for none, which the layers do not describe.
         unpatched_parts: The parts of the model that generate over caches of their own, which are not quantised.
         rounding: What the checkpoint's own scales do to keys and values before the cache gets them; empty for nothing.
+        scratch_bytes: That attention of many new tokens takes beside the cache, at most; layers share them.
     """
 
     model: str
@@ -104,6 +105,7 @@ class Report:
     chose_other: bool = False
     unpatched_parts: tuple[str, ...] = ()
     rounding: str = ""
+    scratch_bytes: int = 0
 
     @property
     def is_served(self) -> bool:
@@ -145,6 +147,9 @@ class Report:
         parts = [f"{part} generates over a cache of its own, unquantised." for part in self.unpatched_parts]
         if self.chose_other:
             parts.append("The last call of generate asked for another cache, or for none: this is not about it.")
+        if self.scratch_bytes:
+            megabytes = self.scratch_bytes / 1e6
+            parts.append(f"Long prompts and chunks take up to {megabytes:.0f} MB beside the cache, which layers share.")
         return [*parts, *filter(None, [self.rounding, self.cost])]
 
 
@@ -236,7 +241,14 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         chose_other=cache is None and notes_on(model).chose_other,
         unpatched_parts=() if patch is None else tuple(unpatched),
         rounding=_rounding(model),
+        scratch_bytes=_scratch_bytes(layers),
     )
+
+
+def _scratch_bytes(layers: Sequence[LayerReport]) -> int:
+    """What layers that kernels serve take for tiles of long chunks."""
+    served = {layer.device for layer in layers if layer.formats is not None and layer.is_served}
+    return max((ops.scratch_bytes(torch.device(device)) for device in served), default=0)
 
 
 def _rounding(model: PreTrainedModel) -> str:

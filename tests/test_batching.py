@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from waiting import next_result, until
 
-from hf_kvquant import KVQuantConfig, patch, patched, unpatch
+from hf_kvquant import KVQuantConfig, ops, patch, patched, unpatch
 from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.models.fingerprint import fingerprint
 from hf_kvquant.state import ModelState, state_of
@@ -31,6 +31,8 @@ if HAS_PAGES:
 
     from hf_kvquant.batching import manager as manager_module
     from hf_kvquant.batching import runner
+    from hf_kvquant.batching.cache import PagedCache
+    from hf_kvquant.batching.memory import PageMemory
     from hf_kvquant.batching.runner import max_blocks_of, settle_graphs
     from hf_kvquant.batching.sampling import Sampling
 
@@ -1137,6 +1139,20 @@ def test_a_request_ends_where_it_would_change_the_positions_of_others() -> None:
     limit = "24 tokens, with more of which this model would take other RoPE factors for all requests"
     assert f"a prompt must have from 1 to {limit}, got 60" in second.error and "or use generate" in second.error
     assert f"a request must end before {limit}" in third.error and "or use generate" in third.error
+
+
+def test_memory_for_prompts_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of long chunks takes a scratch on some GPUs, once for all layers."""
+    monkeypatch.setattr(PageMemory, "get_available_memory", lambda self: 64 * 10**6)
+    monkeypatch.setattr(PagedCache, "_sectors_of", lambda self, count, num_tokens: 10**6)  # all memory is of use
+    found = []
+    with patched(models.llama(), "int8") as model:
+        for scratch in (0, 2 * 10**7):
+            monkeypatch.setattr(ops, "scratch_bytes", lambda device, scratch=scratch: scratch)
+            with managed(model, num_blocks=None) as manager:
+                cache = manager.batch_processor.cache
+                found.append(cache.num_sectors * cache.bytes_per_sector)
+    assert abs(found[0] - found[1] - 2 * 10**7) < 2 * cache.bytes_per_sector
 
 
 def test_the_id_of_a_request_is_taken_until_it_ends() -> None:

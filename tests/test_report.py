@@ -306,6 +306,24 @@ def test_the_cost_is_reported_where_it_was_measured() -> None:
         ), "the divergence was that of other caches"
 
 
+def test_memory_for_long_chunks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with patched(models.llama(), "int8") as model:
+        assert report(model).scratch_bytes == 0
+        monkeypatch.setattr(ops, "scratch_bytes", lambda device: 2**26 if device.type == "cpu" else 0)
+        result = report(model)
+        assert result.scratch_bytes == 2**26 and "take up to 67 MB beside the cache, which layers share." in str(result)
+    with patched(models.family("jetmoe"), "int8") as model:
+        greedy(model, left_padded())
+        assert report(model).scratch_bytes == 0, "no kernel serves it"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_scratch_is_of_hopper() -> None:
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert ops.scratch_bytes(torch.device("cuda")) == (ops.MAX_SCRATCH_BYTES if is_hopper else 0)
+    assert ops.scratch_bytes(torch.device("cpu")) == 0
+
+
 def test_a_report_is_data() -> None:
     model = models.family("jetmoe")
     with patched(model, "int4-token"):

@@ -554,8 +554,9 @@ class PagedCache(PagedAttentionCache):
 
     def _shares(self, state: RequestState) -> bool:
         """Whether others may take over the pages of a request: not those with the RoPE factors of long texts."""
-        num_tokens = len(state.initial_tokens) + len(state.generated_tokens)
-        return self.use_prefix_sharing and (self.rope is None or num_tokens <= self.rope.switch.border)
+        if not self.use_prefix_sharing or self.rope is None:
+            return self.use_prefix_sharing
+        return len(state.initial_tokens) + len(state.generated_tokens) <= self.rope.switch.border
 
     def forget_pages(self) -> None:
         """Let no later request take over tokens of earlier ones. Requests go on with those that they hold."""

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionMemo
 from transformers.generation.continuous_batching.utils import find_head_dim
 from transformers.utils.import_utils import is_psutil_available
 
+from .. import ops
 from ..models.latent import channels_at_peak, head_dims_of, keeps_latents
 from ..models.text_config import count_of
 from .states import StateLayout
@@ -57,6 +58,7 @@ class PageMemory(PagedAttentionMemoryHandler):
     ) -> None:
         self._states, self._sectors_of = states, sectors_of
         self._is_cpu = device is not None and torch.device(device).type == "cpu"
+        self._scratch_bytes = 0 if device is None else ops.scratch_bytes(torch.device(device))
         super().__init__(**{**options, "config": _widest(options["config"])})
         self.num_attention_masks = 0
         # For each new token: its keys and values by group, and repeated for every query head where a prompt attends to
@@ -79,12 +81,12 @@ class PageMemory(PagedAttentionMemoryHandler):
 
     @property
     def fixed_overhead_bytes(self) -> int:
-        """See `PagedAttentionMemoryHandler`. A layer reads the states of a step into tensors of their own.
+        """See `PagedAttentionMemoryHandler`. Attention of prompts has a scratch, which layers share.
 
-        Each exists three times: as it was, as it becomes, and as it is written. As many requests take part as fit into
-        all memory with a state and a page each.
+        A layer reads the states of a step into tensors of their own. Each exists three times: as it was, as it becomes,
+        and as it is written. As many requests take part as fit into all memory with a state and a page each.
         """
-        num_bytes: int = super().fixed_overhead_bytes
+        num_bytes: int = super().fixed_overhead_bytes + self._scratch_bytes
         if self._states is None:
             return num_bytes
         fitting = self.available_memory // (self._states.num_bytes + self.bytes_per_block)

@@ -27,6 +27,8 @@ OPS_VERSION = 23
 # The thread blocks of a CUDA decode that share a sequence find the last of them with an atomic counter; that one
 # combines their parts. Mirrored in csrc/format.h, like all numbers here.
 NUM_COUNTERS = 4096
+# The tiles that long chunks read on GPUs of compute capability 9.0, of one layer at a time.
+MAX_SCRATCH_BYTES = 2**26
 # The CUDA kernels keep a row of a head in registers.
 MAX_CUDA_HEAD_DIM = 256
 # What the CUDA kernels for latents serve (csrc/cuda/latent): channels; formats of latents and of rope parts, as storage
@@ -58,6 +60,7 @@ def extension() -> ModuleType | ImportError:
         "MAX_CUDA_HEAD_DIM": MAX_CUDA_HEAD_DIM,
         "BLOCK_SIZE": BLOCK_SIZE,
         "MAX_RING_LENGTH": MAX_RING_LENGTH,
+        "MAX_SCRATCH_BYTES": MAX_SCRATCH_BYTES,
         "LAYOUT_FIELDS": " ".join(LAYOUT_FIELDS),
         "LAYOUT_VALUES": "; ".join(" ".join(names) for names in (STORAGE_IDS, GRANULARITY_IDS, ROWS)),
     }
@@ -103,6 +106,13 @@ def serves_gpu(index: int) -> bool:
     if isinstance(module, ImportError) or not has_kernels("cuda"):
         return False
     return covers(module.cuda_archs(), torch.cuda.get_device_capability(index))
+
+
+def scratch_bytes(device: torch.device) -> int:
+    """Bytes that attention of many new tokens takes beside the cache, at most (csrc/cuda/sm90/chunk/scratch.cuh)."""
+    if device.type != "cuda" or not has_kernel(device, 1) or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return MAX_SCRATCH_BYTES
 
 
 # The compiler cannot trace this check. It may take the result for a constant, since the GPU stays the same.

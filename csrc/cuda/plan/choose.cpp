@@ -15,9 +15,6 @@ namespace {
 // share the scales of a block, a second one might already be in the next round.
 constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
 
-// How large the scratch may be that long chunks read tiles from: 16k tokens of eight heads of 128 channels.
-constexpr int64_t kMaxScratchBytes = int64_t{64} << 20;
-
 // The kernels of each row of kAttendTable.
 template <size_t... kRows>
 AttendKernel kernel_of_row(size_t row, int head_dim, int num_rows, bool is_paged, std::index_sequence<kRows...>) {
