@@ -1041,13 +1041,12 @@ def test_arguments_that_nobody_looks_at_are_refused(name: str, value: Any, hint:
 
 
 def test_pages_take_no_logits_processor() -> None:
-    with patched(models.llama(), "int8") as model, pytest.raises(NotImplementedError, match="`logits_processor` must"):
-        model.generate(
-            torch.tensor([[5, 6, 7]]),
-            cache_implementation="paged",
-            continuous_batching_config=settings(),
-            logits_processor=[torch.nn.Identity()],
-        )
+    processors, message = [torch.nn.Identity()], "`logits_processor` must be left out .* got list"
+    paged: dict[str, Any] = {"cache_implementation": "paged", "continuous_batching_config": settings()}
+    with patched(models.llama(), "int8") as model:
+        for more in ({"logits_processor": processors}, {}):
+            with pytest.raises(NotImplementedError, match=message):
+                model.generate(torch.tensor([[5, 6, 7]]), *([] if more else [None, processors]), **paged, **more)
 
 
 @pytest.mark.parametrize("is_argument", [False, True])
@@ -1062,7 +1061,12 @@ def test_end_tokens_may_be_a_tensor(several: bool, is_argument: bool) -> None:
         else:
             model.generation_config.eos_token_id = ends
         (output,) = model.generate_batch([[5, 6, 7]], **options).values()
-    assert len(output.generated_tokens) == 2 and output.generated_tokens[-1] == end
+        with managed(model, 4) as manager:
+            manager.start()
+            manager.add_request([5, 6, 7], max_new_tokens=4, eos_token_id=ends)
+            other = next_result(manager)
+    for each in (output, other):
+        assert len(each.generated_tokens) == 2 and each.generated_tokens[-1] == end
 
 
 def test_a_kept_manager_serves_no_other_settings() -> None:
@@ -1138,7 +1142,7 @@ def test_a_request_ends_where_it_would_change_the_positions_of_others() -> None:
     assert first.generated_tokens == expected
     limit = "24 tokens, with more of which this model would take other RoPE factors for all requests"
     assert f"a prompt must have from 1 to {limit}, got 60" in second.error and "or use generate" in second.error
-    assert f"a request must end before {limit}" in third.error and "or use generate" in third.error
+    assert f"a request must have fewer than {limit}, got 24" in third.error and "or use generate" in third.error
 
 
 def test_memory_for_prompts_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1183,7 +1187,7 @@ def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: Any, nu
             names = manager.add_request(prompt, max_new_tokens=500), manager.add_request(PROMPTS[0], max_new_tokens=30)
             results = {each.request_id: each for each in (next_result(manager) for _ in names)}
             outgrown, good = (results[name] for name in names)
-            assert f"must end before {room} tokens, as many as all pages hold, got as many." in outgrown.error
+            assert f"must have fewer than {room} tokens, as many as all pages hold, got {room}." in outgrown.error
             assert outgrown.generated_tokens == expected[: len(outgrown.generated_tokens)]
             assert len(outgrown.generated_tokens) == 21
             assert good.error is None and good.generated_tokens == other

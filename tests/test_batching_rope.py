@@ -14,12 +14,15 @@ if not HAS_PAGES:
 
 import models
 import torch
-from test_batching import alone, settings
+from test_batching import PAGE, alone, answers, managed, next_result, settings
 from transformers.generation.continuous_batching.requests import RequestState
+from waiting import until
 
 from hf_kvquant import patched
+from hf_kvquant.batching import manager as manager_module
 from hf_kvquant.batching.rope import RopeByRequest
-from hf_kvquant.models.rope import Switch
+from hf_kvquant.batching.sampling import KEY, Sampling
+from hf_kvquant.models.rope import Switch, recomputes
 
 BORDER = 24
 SHORT, LONG = [5, 6, 7, 8], list(range(3, 63))
@@ -67,6 +70,85 @@ def test_requests_have_the_factors_of_their_own_length(family: str, preset: str,
                 for name, output in zip(order, outputs, strict=True):
                     assert output.error is None and output.generated_tokens == expected[name], (order, most, name)
         assert "forward" not in vars(model.model.rotary_emb)
+
+
+@pytest.mark.parametrize("family", [*RECOMPUTED, "llama"])
+def test_a_part_of_a_long_text_that_is_one_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a step looks like one without prompts, whose positions tell. With a table of pages, as on a GPU."""
+    monkeypatch.setattr(manager_module, "max_blocks_of", lambda *_: 4)
+    with patched(built(family), "none") as model:
+        expected = [list(alone(model, prompt, 12)) for prompt in (SHORT, LONG, NEAR)]
+        outputs = model.generate_batch(
+            [SHORT, LONG, NEAR], continuous_batching_config=settings(max_batch_tokens=2), max_new_tokens=12
+        )
+    assert [output.generated_tokens for output in outputs.values()] == expected
+
+
+@pytest.mark.parametrize("family", [*RECOMPUTED, "llama"])
+def test_prompts_whose_tokens_are_scored(family: str) -> None:
+    """They come in steps of one token, and have the factors of the whole prompt from the first one on."""
+    with patched(built(family), "none") as model:
+        expected = list(alone(model, LONG, 10))
+        with torch.no_grad():
+            found = model(torch.tensor([LONG])).logits[0].log_softmax(-1)
+        scores = [float(found[at - 1, token]) for at, token in enumerate(LONG) if at]
+        with managed(model, 10) as manager:
+            sampling = Sampling(num_logprobs=0, forced=tuple(LONG))
+            manager.start()
+            manager.add_request(LONG[:1], max_new_tokens=len(LONG) + 9, **{KEY: sampling})
+            result = next_result(manager)
+    assert result.error is None and result.generated_tokens[-10:] == expected
+    for told, score in zip(result.logprobs, scores, strict=False):
+        assert abs(told.logprob - score) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["outgrows its factors", "fills all pages", "is cancelled"])
+def test_others_go_on_when_the_last_request_leaves(kind: str) -> None:
+    """One has starved meanwhile, and waits until another finishes."""
+    text = [token % 90 + 3 for token in range(700)]
+    length = 2 * PAGE - 10
+    prompts = [text[:length], text[50 : 50 + length]]
+    is_rope = kind == "outgrows its factors"
+    family, new_tokens = ("phi3", 60) if is_rope else ("llama", 900)
+    with patched(built(family, border=2 * PAGE + 20 if is_rope else 2000, positions=2048), "none") as model:
+        expected = [list(alone(model, prompt, 60)) for prompt in prompts]
+        with managed(model, new_tokens, num_blocks=5, max_batch_tokens=1024) as manager:
+            manager.start()
+            names = [manager.add_request(prompt, max_new_tokens=new_tokens) for prompt in prompts]
+            scheduler = manager.batch_processor.scheduler
+            if kind == "is cancelled":
+                until(lambda: scheduler.block_new_requests and len(scheduler.active_requests) == 1)
+                (active,) = scheduler.active_requests
+                manager.cancel_request(active)
+                until(lambda: active not in scheduler.active_requests and scheduler.active_requests)
+                return
+            results = {each.request_id: each for each in (next_result(manager) for _ in names)}
+    for name, tokens in zip(names, expected, strict=True):
+        assert results[name].generated_tokens[:60] == tokens
+
+
+def test_a_request_that_begins_again_keeps_its_times() -> None:
+    with patched(built("phi3"), "none") as model:
+        outputs = model.generate_batch(
+            [NEAR], continuous_batching_config=settings(), max_new_tokens=20, record_timestamps=True
+        )
+    (output,) = outputs.values()
+    assert len(output.timestamps) == 20 and output.timestamps == sorted(output.timestamps)
+    assert output.created_time < output.timestamps[0]
+
+
+def test_the_manager_that_starts_gives_the_factors() -> None:
+    with patched(built("llama"), "none") as model:
+        expected = [list(alone(model, prompt, 12)) for prompt in (SHORT, LONG)]
+        first, second = (managed(model, 12) for _ in range(2))
+        with first as manager, second:
+            assert answers(manager, [SHORT, LONG]) == expected
+
+
+def test_only_models_that_drop_their_cache_compute_texts_again() -> None:
+    """The config of any model may name the length."""
+    options = {"original_max_position_embeddings": BORDER}
+    assert [recomputes(models.build(family, **options)) for family in ("llama", "phi3")] == [False, True]
 
 
 @pytest.mark.parametrize(("recomputes", "is_long"), [(True, True), (False, False)])

@@ -526,6 +526,19 @@ def test_the_text_behind_a_prompt_begins_with_its_space() -> None:
     assert passed_on(["\u2581is", "\u2581The"]) == ["is", " The", ""]  # as an answer of a chat
 
 
+def test_the_end_of_a_prompt_begins_with_a_whole_character() -> None:
+    tokenizer = sentence_piece()
+
+    def end(text: list[str]) -> list[str]:
+        return tokenizer.convert_ids_to_tokens(writing.end_of(tokenizer, tokenizer.convert_tokens_to_ids(text)))
+
+    character = ["<0xE9>", "<0xBE>", "<0x98>"]
+    assert end(["\u2581The", *3 * character]) == 2 * character
+    assert end(["\u2581The", *character]) == ["\u2581The", *character]
+    assert end(["\u2581The", *2 * character, *character[:2]]) == []
+    assert end([]) == []
+
+
 def test_bytes_that_are_no_text_fail_no_answer() -> None:
     """The tokenizer takes back the line that it had already told."""
     assert passed_on(["<0x0A>", "<0xE2>", "\u2581is", "i"]) == ["\n", "", "\N{REPLACEMENT CHARACTER} is", "i", ""]

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.continuous_batching.requests import FutureRequestState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,12 @@ class Group:
         """Its part of `[1, heads, tokens, head_dim]`, as `[requests, heads, q_len, head_dim]`."""
         taken = x[0].transpose(0, 1)[self.tokens]
         return taken.view(-1, self.q_len, *taken.shape[1:]).transpose(1, 2)
+
+
+def past_of(request: FutureRequestState) -> int:
+    """Tokens that the cache holds of a request before the step that it is prepared for."""
+    past: int = request.state.position_offset - request.query_length
+    return past
 
 
 def groups_of(requests: Iterable[Request], device: torch.device) -> list[Group]:

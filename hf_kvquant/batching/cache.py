@@ -556,7 +556,8 @@ class PagedCache(PagedAttentionCache):
         """Whether others may take over the pages of a request: not those with the RoPE factors of long texts."""
         if not self.use_prefix_sharing or self.rope is None:
             return self.use_prefix_sharing
-        return len(state.initial_tokens) + len(state.generated_tokens) <= self.rope.switch.border
+        num_tokens = len(state.initial_tokens) + len(state.generated_tokens)
+        return num_tokens <= self.rope.switch.border and not self.rope.is_long(state)
 
     def forget_pages(self) -> None:
         """Let no later request take over tokens of earlier ones. Requests go on with those that they hold."""

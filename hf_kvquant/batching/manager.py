@@ -110,7 +110,7 @@ class Processor(ContinuousBatchProcessor):
         """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
 
         Raises:
-            ValueError: It has no token, or more than all pages hold, or one that the model does not have, or may get no
+            ValueError: It has no token, or more than `room`, or one that the model does not have, or may get no
                 new one, or an end token too early; or another request has its id.
         """
         scheduler, vocab_size = self.scheduler, text_config_of(self._model).vocab_size
@@ -196,11 +196,14 @@ class Processor(ContinuousBatchProcessor):
             self.model_runner.forget_graphs()
 
     def prepare_next_batch(self) -> bool:
-        """See `ContinuousBatchProcessor`. Requests that fill all pages get an error, and the others go on (5.23).
+        """See `ContinuousBatchProcessor`. Requests that reach `room` get an error, and the others go on (5.23).
 
         Requests that outgrow their RoPE factors begin again.
         """
         self._has_looked = False
+        if not self.scheduler.active_requests:
+            # transformers lets requests wait once others have starved, until one finishes (5.24). None is left to.
+            self.scheduler.block_new_requests = False
         for state in list(self.scheduler.active_requests.values()):
             if state.current_len() >= self.room:
                 self._end_outgrown(state)
@@ -212,7 +215,7 @@ class Processor(ContinuousBatchProcessor):
     def _end_outgrown(self, state: RequestState) -> None:
         limit, remedy = self._limit
         error = ValueError(
-            f"continuous batching: a request must end before {self.room} tokens, {limit}, got as many. "
+            f"continuous batching: a request must have fewer than {self.room} tokens, {limit}, got {self.room}. "
             f"Set fewer `max_new_tokens`, or {remedy}."
         )
         self._handle_request_error(error, state)
@@ -220,11 +223,16 @@ class Processor(ContinuousBatchProcessor):
         state._status = RequestStatus.FINISHED  # the step under way may hold it, and leaves out those that are finished
 
     def _begin_again(self, state: RequestState) -> None:
-        """Let a request wait with its answer as part of the prompt, as transformers does with one that starves."""
+        """Let a request wait with its answer as part of the prompt, as transformers does with one that starves.
+
+        It comes next, and keeps its times.
+        """
         again = state.create_equivalent_initial_request()
+        again.created_time, again._timestamps = state.created_time, state._timestamps
         state._status = RequestStatus.FINISHED
         self.scheduler.finish_request(state.request_id)
         self._add_waiting(again)
+        self.scheduler.waiting_requests_order.rotate(1)
 
     def reset(self) -> None:
         """See `ContinuousBatchProcessor`."""
@@ -368,7 +376,12 @@ class Manager(ContinuousBatchingManager):
         *args: Any,
         **options: Any,
     ) -> str | None:
-        """See `ContinuousBatchingManager`. `max_length` holds as in generate; upstream leaves it out (5.24)."""
+        """See `ContinuousBatchingManager`. `max_length` holds as in generate; upstream leaves it out (5.24).
+
+        So does an `eos_token_id` that is a tensor.
+        """
+        if isinstance(options.get("eos_token_id"), torch.Tensor):
+            options["eos_token_id"] = options["eos_token_id"].tolist()
         if max_new_tokens is None:
             max_new_tokens = new_tokens_of(self.generation_config, len(input_ids))
         return super().add_request(input_ids, request_id, max_new_tokens, *args, **options)

@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ..models.rope import Switch, switch_of
+from .batch import past_of
+from .sampling import sampling_of
 
 
 class RopeByRequest:
@@ -37,7 +39,7 @@ class RopeByRequest:
     def __init__(self, model: PreTrainedModel, switch: Switch) -> None:
         self.switch = switch
         self._modules = [module for module in model.modules() if _has_switch(module)]
-        # Of the tokens of the next forward, [tokens]; None: positions tell, since each request has one token.
+        # Of the tokens of the next forward, [tokens]; None: positions tell.
         self._is_long: Tensor | None = None
 
     @classmethod
@@ -47,25 +49,32 @@ class RopeByRequest:
         return None if switch is None else cls(model, switch)
 
     def wrap(self) -> None:
-        """Give the modules our `forward`, unless they have it. `unwrap` undoes it exactly."""
+        """Give the modules our `forward`, in place of that of another manager. `unwrap` undoes it exactly."""
         for module in self._modules:
-            before = module.__dict__.get("forward")
-            if not _is_ours(before):
-                module.forward = functools.partial(_forward, module, self, before)
+            before: Any = module.__dict__.get("forward")
+            module.forward = functools.partial(_forward, module, self, before.args[2] if _is_ours(before) else before)
 
     def is_long(self, state: RequestState) -> bool:
         """Whether all tokens of a request have the factors of long texts, the first ones included."""
-        return self._begun_with(state) > self.switch.border
+        begun = _begun_with(state)
+        if self.switch.recomputes:
+            return max(begun, len(state.initial_tokens) + len(state.generated_tokens)) > self.switch.border
+        return begun > self.switch.border
 
     def outgrows(self, state: RequestState) -> bool:
         """Whether a request that has begun with the factors of short texts needs the others for its next token."""
-        num_begun = len(state.initial_tokens)
-        return self.switch.recomputes and num_begun <= self.switch.border < num_begun + len(state.generated_tokens)
+        begun = max(_begun_with(state), len(state.initial_tokens))
+        known = len(state.initial_tokens) + len(state.generated_tokens)
+        return self.switch.recomputes and begun <= self.switch.border < known
 
-    def prepare(self, requests: Sequence[FutureRequestState] | None, device: torch.device) -> None:
-        """Note which tokens of the next forward belong to long texts. `None`: each request has one token and a past."""
+    def is_told_by_positions(self, requests: Sequence[FutureRequestState]) -> bool:
+        """Whether no token of the next forward that belongs to a long text is before the border."""
+        return all(past_of(each) >= self.switch.border or not self.is_long(each.state) for each in requests)
+
+    def prepare(self, requests: Sequence[FutureRequestState], device: torch.device) -> None:
+        """Note which tokens of the next forward belong to long texts."""
         self._is_long = None
-        if requests is not None:
+        if not self.is_told_by_positions(requests):
             counts = torch.tensor([each.query_length for each in requests])
             is_long = torch.tensor([self.is_long(each.state) for each in requests])
             self._is_long = is_long.repeat_interleave(counts).to(device)
@@ -77,12 +86,16 @@ class RopeByRequest:
             return is_long
         return is_long | pad(self._is_long, (0, positions.shape[-1] - len(self._is_long)))
 
-    def _begun_with(self, state: RequestState) -> int:
-        """The length of the text that the first keys of a request were computed for."""
-        if self.switch.recomputes:
-            return len(state.initial_tokens) + len(state.generated_tokens)
-        # The prompt alone, also of a request that has been taken up again with its answer behind the prompt.
-        return state._true_initial_tokens or len(state.initial_tokens)
+
+def _begun_with(state: RequestState) -> int:
+    """The length of the text that a request came with.
+
+    What follows the prompt of one that has been taken up again is its answer. A prompt whose tokens are scored comes in
+    steps of one token.
+    """
+    sampling = sampling_of(state)
+    num_forced = 0 if sampling is None else len(sampling.forced)
+    return max(state._true_initial_tokens or len(state.initial_tokens), num_forced)
 
 
 def unwrap(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from ..graphs.capture import capturing, no_collection
 from ..graphs.fusion import fused
 from ..graphs.state_chunks import Sequences
 from ..models.text_config import context_of
-from .batch import Group, Request, groups_of
+from .batch import Group, Request, groups_of, past_of
 from .cache import PagedCache
 from .grammars import Grammars
 from .sampling import choose, sampling_of
@@ -88,12 +88,6 @@ def inputs_of(inputs: Any) -> list[Any]:
     if not isinstance(inputs, ContinuousBatchingAsyncIOs):
         return [inputs]
     return [each for pair in inputs.io_pairs for each in (pair.host_io, pair.device_io)]
-
-
-def past_of(request: FutureRequestState) -> int:
-    """Tokens that the cache holds of a request before the step that it is prepared for."""
-    past: int = request.state.position_offset - request.query_length
-    return past
 
 
 class _Borrowed:
@@ -168,9 +162,15 @@ class Runner(ModelRunner):
         return states
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
-        """The forward, and whether it is captured. A prompt of one token is not: its token has nothing to attend to."""
+        """The forward, and whether it is captured.
+
+        A prompt of one token is not: its token has nothing to attend to. Nor is the first part of a long text with RoPE
+        factors of its own, if that part is one token.
+        """
         forward, is_captured = super()._get_forward_fn(use_block_table)
-        return forward, is_captured and all(past_of(state) > 0 for state in self._states())
+        states, rope = self._states(), self.cache.rope
+        is_plain = all(past_of(state) > 0 for state in states) and (rope is None or rope.is_told_by_positions(states))
+        return forward, is_captured and is_plain
 
     def _capture_graph(self, forward_fn: Callable[..., None], compute_stream: Any, *args: Any) -> None:
         """See `ModelRunner`. If a step cannot be captured, it and all later ones run as they are.
@@ -254,19 +254,15 @@ class Runner(ModelRunner):
         if table is not None and all(past_of(state) > 0 for state in states):
             lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
             groups, self.cache.sequences = [self._decode_group(table, lengths)], None
-            self._prepare_rope(None)
         else:
             requests = [self._request_of(each) for each in states if each.query_length]
             groups = groups_of(requests, torch.device(self.cache.device))
             self.cache.sequences = self._sequences_of(requests)
-            self._prepare_rope(states)
+        if self.cache.rope is not None:
+            self.cache.rope.prepare(states, torch.device(self.cache.device))
         self.cache.groups = [self.cache.planned(group) for group in groups]
         with fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext():
             super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)
-
-    def _prepare_rope(self, requests: Sequence[FutureRequestState] | None) -> None:
-        if self.cache.rope is not None:
-            self.cache.rope.prepare(requests, torch.device(self.cache.device))
 
     def _decode_group(self, table: Tensor, lengths: Tensor) -> Group:
         """All requests of a decode step, from transformers' block table. It is on the device, and so a graph reads it.

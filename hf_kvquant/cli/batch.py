@@ -152,10 +152,12 @@ def _without_versions(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _sha256_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of what makes prompts and texts: the vocabulary and the chat template."""
+    """Of what makes prompts and texts: the vocabulary, its rules and the chat template."""
     inner: Any = getattr(tokenizer, "backend_tokenizer", None)
-    words = json.dumps(sorted(tokenizer.get_vocab().items())) if inner is None else inner.to_str()
-    return sha256(json.dumps([words, tokenizer.chat_template]).encode())
+    words = tokenizer.get_vocab() if inner is None else json.loads(inner.to_str())
+    for name in ("padding", "truncation") if inner is not None else ():  # each call sets these
+        words.pop(name, None)
+    return sha256(json.dumps([words, tokenizer.chat_template], sort_keys=True).encode())
 
 
 def answer(work: Work, source: Survey, output: Output, processes: Processes) -> None:

@@ -63,10 +63,11 @@ def generate(model: Any, *args: Any, decode: Callable[..., Any] | None = None, *
     """
     run = decode or type(model).generate
     if kwargs.get("cache_implementation") == "paged":  # goes to a manager, which has pages
-        if kwargs.get("logits_processor"):  # transformers refuses its like and drops this one (5.24)
+        processors = kwargs.get("logits_processor", args[2] if len(args) > 2 else None)
+        if processors:  # transformers refuses its like and drops this one (5.24)
             raise NotImplementedError(
                 "generate: `logits_processor` must be left out with cache_implementation='paged', got "
-                f"{type(kwargs['logits_processor']).__name__}: continuous batching would not call it. Leave it out, or "
+                f"{type(processors).__name__}: continuous batching would not call it. Leave it out, or "
                 "use another cache_implementation."
             )
         return run(model, *args, **kwargs)

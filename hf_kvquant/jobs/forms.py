@@ -12,7 +12,7 @@ from .lines import Job
 
 if HAS_PAGES:
     from ..serving.forms import ChatForm, Usage
-    from ..serving.writing import NUM_BEFORE, text_after
+    from ..serving.writing import end_of, text_after
 
 
 def answer_line(answers: Sequence[Answer], tokenizer: Any, model: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def answer_line(answers: Sequence[Answer], tokenizer: Any, model: str) -> dict[s
     request, num_new = answer.request, len(answer.tokens)
     job, num_prompt = request.job, len(request.tokens)
     if not job.is_openai:
-        before = request.tokens[-NUM_BEFORE:] if "prompt" in job.body else []
+        before = end_of(tokenizer, request.tokens) if "prompt" in job.body else []
         return {
             "line": job.line,
             "id": job.id,

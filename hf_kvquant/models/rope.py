@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from .text_config import context_of, text_config_of
 
@@ -25,9 +25,13 @@ class Switch:
 
 
 def recomputes(model: Any) -> bool:
-    """Whether `generate` drops the cache of a model where a text outgrows its factors. The config names the length."""
-    has_method = hasattr(type(model), "prepare_inputs_for_generation")
-    return has_method and hasattr(text_config_of(model), "original_max_position_embeddings")
+    """Whether `generate` drops the cache of a model where a text outgrows its factors. The config names the length.
+
+    Phi-3 and relatives do so in a method of their own. Configs of other models may have the name, too.
+    """
+    method = getattr(type(model), "prepare_inputs_for_generation", None)
+    is_own = method not in (None, GenerationMixin.prepare_inputs_for_generation)
+    return is_own and hasattr(text_config_of(model), "original_max_position_embeddings")
 
 
 def switch_of(model: PreTrainedModel) -> Switch | None:

@@ -26,7 +26,7 @@ from .reading import Reader
 from .requests import OpenRequest
 from .response_form import ResponseForm
 from .responses import by_its_names, chat_of
-from .writing import NUM_BEFORE, Writer, text_of
+from .writing import Writer, end_of, text_of
 
 
 class Handler:
@@ -63,7 +63,8 @@ class Handler:
         shown = None if asked.num_logprobs is None else self._text_of
         echoes = self._echoes(body, asked)
         is_text = self._route == COMPLETION
-        before = [prompt[-NUM_BEFORE:] if is_text else [] for prompt in prompts for _ in range(asked.num_choices)]
+        ends = [end_of(self._models.tokenizer, prompt) if is_text else [] for prompt in prompts]
+        before = [end for end in ends for _ in range(asked.num_choices)]
         writers = [
             Writer(self._models.tokenizer, asked.stop, reader, shown, before=each)
             for reader, each in zip(readers, before, strict=True)
@@ -119,7 +120,8 @@ class Handler:
     def _scoring_writer(self, prompt: list[int], echo: str, asked: Parameters) -> Writer:
         """What makes the text of an answer that comes after the tokens of its prompt."""
         self._generation.check_scored(prompt)
-        return Writer(self._models.tokenizer, asked.stop, None, self._text_of, prompt, echo, prompt[-NUM_BEFORE:])
+        tokenizer = self._models.tokenizer
+        return Writer(tokenizer, asked.stop, None, self._text_of, prompt, echo, end_of(tokenizer, prompt))
 
     def _echoes(self, body: dict[str, Any], asked: Parameters) -> list[str]:
         """What each answer begins with."""

@@ -65,8 +65,19 @@ def text_of(tokenizer: Any, token: int) -> str:
     return str(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
 
 
-# Tokens of a prompt that say how the text behind it begins.
-NUM_BEFORE = 8
+# Tokens of a prompt that say how the text behind it begins, and how many of them may be the end of a character.
+_NUM_BEFORE, _MOST_CUT = 8, 3
+_NO_TEXT = "\N{REPLACEMENT CHARACTER}"
+
+
+def end_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt, which say how the text behind it begins; none if it ends within a character."""
+    tokens = list(prompt[-_NUM_BEFORE:])
+    for cut in range(_MOST_CUT + 1):
+        if not tokenizer.decode(tokens[cut:]).startswith(_NO_TEXT):
+            tokens = tokens[cut:]
+            break
+    return [] if tokenizer.decode(tokens).endswith(_NO_TEXT) else tokens
 
 
 def text_after(tokenizer: Any, before: Sequence[int], tokens: Sequence[int], *, skips_special: bool = True) -> str:
@@ -83,13 +94,12 @@ class TextStream:
     Args:
         tokenizer: A fast one of transformers.
         skips_special: Whether special tokens have no text.
-        before: Tokens before the first one.
+        before: Tokens before the first one, which are text by themselves: see `end_of`.
     """
 
     def __init__(self, tokenizer: Any, skips_special: bool, before: Sequence[int] = ()) -> None:
         self._tokenizer, self._skips_special = tokenizer, skips_special
-        is_whole = not tokenizer.decode(list(before)).endswith("\N{REPLACEMENT CHARACTER}")
-        self._before = list(before) if is_whole else []  # of the last text, or before the first one
+        self._before = list(before)  # of the last text, or before the first one
         self._pending: list[int] = []
         self._stream = self._begun()
 

@@ -8,9 +8,10 @@
 // a tile, and thread blocks take steps in turn.
 //
 // Softmax. Scores are in log2 units. P' = 2^(score + exponent of the values - shift), rounded to float16. A shift is
-// raised only when P' may exceed 2^15, and the largest P' is 2^7 then. float16 keeps its precision down to 2^-14. Where
+// raised only before P' exceeds 2^15, and the largest P' is 2^7 then. float16 keeps its precision down to 2^-14. Where
 // thread blocks fill tiles, the maximum of every tile tells. With tiles from the scratch, P' is computed without one, in
-// float32, and its sums tell; a tile that needs a mask looks for its maximum.
+// float32, and the sum of a lane's P' tells, which must be a float16 number; a tile that needs a mask looks for its
+// maximum. There a shift is raised at 2^10, so that the sum of 32 that are allowed is allowed, too.
 //
 // Where the time goes, with tiles from the scratch (H200, 2026-11, 1,024 tokens behind 32k, by samples of
 // instructions): 2,380 clocks a tile, in which products would need 2,048 if they were never interrupted;
@@ -72,7 +73,8 @@ constexpr int kCombineThreads = 256;
 // Thread blocks that combine the parts of a unit.
 template <class Shape>
 constexpr int kCombineCtas = Shape::kRows * Shape::kHeadDim / 4 / kCombineThreads;
-constexpr float kMostSum = 32768.f, kFreshBits = 7.f;  // of P', and log2 of the largest after a raise
+constexpr float kMostSum = 65504.f;  // of a lane's P': the largest float16 number
+constexpr float kFreshBits = 7.f;    // log2 of the largest P' after a raise
 
 // The query rows of a thread block, as float16 numbers in the layout that products read. query ≈ factor · number, and
 // the factor is a power of two. Stored factors contain the softmax scale and log2(e). `constants` are what every logit
@@ -171,8 +173,8 @@ class Attention {
   static constexpr int kParts = Shape::kHeadDim == 256 ? 2 : 1, kOutputs = Shape::kHeadDim / kParts / 2;
   static constexpr int kBlockBytes = Shape::kTileTokens * kLineBytes;
   static constexpr bool kKeepsFactors = Shape::kIsStreamed;
-  // log2 of the largest weight. Streamed tiles look at sums of kScores / 2 weights instead.
-  static constexpr float kMostBits = Shape::kIsStreamed ? 10.f : 15.f;
+  static constexpr float kMostBits = Shape::kIsStreamed ? 10.f : 15.f;  // log2 of the largest P'
+  static_assert(!Shape::kIsStreamed || kScores / 2 * 1024 < kMostSum, "a sum of weights that are allowed is, too");
 
  public:
   __device__ __forceinline__ Attention(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
@@ -328,23 +330,28 @@ class Attention {
         for_all<kScores / 4>([&](int n) { sum[n % 4] += scores[part * (kScores / 4) + n]; });
       };
       uint32_t is_fast = !(is_partial || notes.has_bad);
+      const auto goes_on = [&] {
+        keep(is_fast);
+        return !Shape::kChangesScores && is_fast != 0;
+      };
+      bool is_raised = false;
       wait_for_products<1>();
       pin(scores);
       pass_turn();
       leave(0, key_stage);
-      if (is_fast) scale(0), exponentiate(0), scale(1);
-      keep(is_fast);
-      if (is_fast) exponentiate(1), scale(2), sum_up(0);
-      keep(is_fast);
-      if (is_fast) exponentiate(2), scale(3), sum_up(1);
+      if (!goes_on()) {
+        if (is_partial) mask(scores, step, factor);
+        is_raised = raise_shifts(scores, value_stage, factor);
+      }
+      if (goes_on()) scale(0), exponentiate(0), scale(1);
+      if (goes_on()) exponentiate(1), scale(2), sum_up(0);
+      if (goes_on()) exponentiate(2), scale(3), sum_up(1);
       wait_for_products<0>();
       for_all<kParts>([&](int n) { pin(output_[n]); });
       pin(weights);
       leave(1, before);
-      keep(is_fast);
-      if (is_fast) exponentiate(3), sum_up(2), pack<0, 3>(scores, weights);
-      keep(is_fast);
-      if (is_fast) {
+      if (goes_on()) exponentiate(3), sum_up(2), pack<0, 3>(scores, weights);
+      if (goes_on()) {
         sum_up(3), pack<3, 4>(scores, weights);
         const float2 sums = {sum[0] + sum[1], sum[2] + sum[3]};
         if (__builtin_expect(are_below(kMostSum, sums), 1)) {
@@ -352,9 +359,9 @@ class Attention {
           continue;
         }
         find_scores_again(scores, step, factor, exponent, are_below(INFINITY, sums));
+        is_raised = raise_shifts(scores, value_stage, factor);
       }
-      if (is_partial) mask(scores, step, factor);
-      if (raise_shifts(scores, value_stage, factor)) lower_outputs();
+      if (is_raised) lower_outputs();
       weigh(scores, value_stage, factor, weights);
     }
     finish(weights, (number - 1) % Shape::kValueStages);

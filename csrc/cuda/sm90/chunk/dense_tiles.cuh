@@ -1,6 +1,6 @@
 // Tiles with tokens that are no codes: tiles of the tail, of a chunk, and of copies (shape.cuh). They are the same for
 // all row tiles of a head. So `fill_dense` fills each once, in a launch before, and thread blocks that attend only copy
-// them.
+// them. With a scratch, tiles of new tokens alone are filled like those of codes (are_copied).
 #pragma once
 
 #include "../../attend/combine.cuh"

@@ -62,9 +62,12 @@ __device__ __forceinline__ void fill_plain(const TileSource<Shape, kIsKey, Table
   });
   if (is_interleaved(side.storage)) {
     for_all<kItems>([&](int i) {
-      const uint32_t even = words[i][1], odd = words[i][2];
-      words[i][1] = __byte_perm(words[i][0], odd, 0x7632), words[i][0] = __byte_perm(words[i][0], odd, 0x5410);
-      words[i][2] = __byte_perm(even, words[i][3], 0x5410), words[i][3] = __byte_perm(even, words[i][3], 0x7632);
+      // Of channels 01 23 45 67: 04 15 26 37, as in place_of_channel.
+      const uint32_t pairs[4] = {words[i][0], words[i][1], words[i][2], words[i][3]};
+      for_all<2>([&](int k) {
+        words[i][2 * k] = __byte_perm(pairs[k], pairs[k + 2], 0x5410);
+        words[i][2 * k + 1] = __byte_perm(pairs[k], pairs[k + 2], 0x7632);
+      });
     });
   }
   const bool is_half = rows.dtype == Dtype::fp16;
