@@ -246,8 +246,8 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
 
 
 def _scratch_bytes(layers: Sequence[LayerReport]) -> int:
-    """What layers that kernels serve take for tiles of long chunks."""
-    served = {layer.device for layer in layers if layer.formats is not None and layer.is_served}
+    """What layers take for tiles of long chunks. The general kernel has none."""
+    served = {layer.device for layer in layers if layer.formats and layer.is_served and not layer.why_general}
     return max((ops.scratch_bytes(torch.device(device)) for device in served), default=0)
 
 

@@ -489,6 +489,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(ops, "why_reference", lambda device, *head_dims: None)
     monkeypatch.setattr(ops, "kernel_name", lambda device, *head_dims: "CUDA kernel")
     monkeypatch.setattr(ops, "serves_latent", lambda device, layout, rank, rope: rank in (256, 512))
+    monkeypatch.setattr(ops, "scratch_bytes", lambda device: ops.MAX_SCRATCH_BYTES)
     for name in ("report", "patching"):
         module = importlib.import_module(f"hf_kvquant.{name}")
         monkeypatch.setattr(module, "layer_devices", lambda model: dict.fromkeys(range(8), device))
@@ -500,6 +501,7 @@ def test_a_report_says_why_the_general_kernel_serves(on_gpu: torch.device, caplo
     model = copy.deepcopy(llama()).to(torch.bfloat16)
     with patched(model, "int8"):
         assert {(layer.kernel, layer.why_general) for layer in report(model).layers} == {("CUDA kernel", "")}
+        assert report(model).scratch_bytes == ops.MAX_SCRATCH_BYTES
         assert "general" not in caplog.text
     reason = "wanted a query in float16 or bfloat16, got float32"
     model = llama()
@@ -507,6 +509,7 @@ def test_a_report_says_why_the_general_kernel_serves(on_gpu: torch.device, caplo
         result = report(model)
         assert {(layer.kernel, layer.why_general) for layer in result.layers} == {("CUDA kernel, general", reason)}
         assert result.is_served, "from codes, only slower"
+        assert result.scratch_bytes == 0
         assert reason in str(result) and result.to_dict()["layers"][0]["why_general"] == reason
         told = (
             f"the general CUDA kernel serves layers 0, 1 of LlamaForCausalLM: correct, several times slower ({reason})."
