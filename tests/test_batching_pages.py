@@ -342,7 +342,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "StateAllocator": {"take", "copy_slot", "read_trash_slot", "write_trash_slot"},
         "TailAllocator": {"take_over", "_give_sinks"},
         "PageAllocator": {"page_table_of", "pages_of", "row_of", "num_complete", "num_marked", "_sinks"}
-        | {"forget_pages", "hash_at"},
+        | {"forget_pages", "hash_at", "keep_apart", "is_apart", "told_apart"},
         "PageMemory": {"_is_cpu", "_sectors_of"},
     }
     from hf_kvquant.batching.memory import PageMemory

@@ -100,6 +100,7 @@ class PageAllocator(FullAttentionCacheAllocator):
         self._tail_from: dict[str, int] = {}
         self._epoch = 0  # how often all pages have been forgotten
         self._began: dict[str, int] = {}  # of each request: the epoch
+        self._apart: set[str] = set()  # requests that share pages among themselves alone
         self._pages: dict[str, tuple[int | None, list[int], Tensor]] = {}  # slot, blocks and row of each request
         self._before_cache_tensor_init(
             index=0,
@@ -149,8 +150,22 @@ class PageAllocator(FullAttentionCacheAllocator):
         if not no_cache and request_id in self.block_table:
             self._tail_from.pop(request_id, None)
             self._began.pop(request_id, None)
+        if not no_cache:
+            self._apart.discard(request_id)
         self._pages.pop(request_id, None)
         super().free_blocks(request_id, no_cache)
+
+    def keep_apart(self, request_id: str) -> None:
+        """Let a request share pages only with others that are kept apart: the same tokens have other keys there."""
+        self._apart.add(request_id)
+
+    def is_apart(self, request_id: str) -> bool:
+        """Whether `keep_apart` was called for a request that has not ended."""
+        return request_id in self._apart
+
+    def told_apart(self, request_id: str, token_ids: list[int]) -> list[int]:
+        """What hashes of a request's pages are made from: its tokens, or other numbers if it is kept apart."""
+        return [~token for token in token_ids] if request_id in self._apart else token_ids
 
     def num_complete(self, length: int) -> int:
         """Blocks of a request with `length` tokens in which all tokens have their codes, in every layer.
@@ -199,6 +214,8 @@ class PageAllocator(FullAttentionCacheAllocator):
         if source_request_id in self._tail_from:
             self._tail_from[dest_request_id] = self._tail_from[source_request_id]
         self._began[dest_request_id] = self._began[source_request_id]
+        if source_request_id in self._apart:
+            self._apart.add(dest_request_id)
         return copied
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
@@ -207,7 +224,7 @@ class PageAllocator(FullAttentionCacheAllocator):
             return
         blocks, known = self.block_table[request_id], self.ledger.block_to_hash
         unknown = {blocks[0]} - known.keys()
-        super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
+        super().mark_complete_blocks(request_id, self.told_apart(request_id, token_ids), new_new_blocks)
         first, sinks = blocks[0], self._sinks  # the block is by now perhaps that of another request with these tokens
         if sinks is not None and first in known and (first in unknown or sinks.get(first) is None):
             assert self._tails is not None
@@ -466,11 +483,15 @@ class PagedCache(PagedAttentionCache):
         Where it finds more pages than that, its steps will end at the border at their end, so that the next one finds
         the states there. They end at the last border of a prompt that takes several steps, too.
 
-        Long prompts with RoPE factors of their own share nothing.
+        Long texts with RoPE factors of their own share pages among themselves, if all of their keys have these.
         """
-        if not self.use_prefix_sharing or (self.rope is not None and len(prompt_ids) > self.rope.switch.border):
+        if not self.use_prefix_sharing:
             return 0
-        blocks = self._blocks_to_take_over(request_id, prompt_ids)
+        if self.rope is not None and len(prompt_ids) > self.rope.switch.border:
+            if not self.rope.switch.recomputes:
+                return 0
+            self.allocator.keep_apart(request_id)
+        blocks = self._blocks_to_take_over(request_id, self.allocator.told_apart(request_id, prompt_ids))
         num_tokens: int = len(blocks) * self.allocator.tokens_per_page
         if blocks:
             logger.debug("found the first %d tokens of request %s", num_tokens, request_id)
@@ -553,11 +574,12 @@ class PagedCache(PagedAttentionCache):
             self.snapshots.keep(state.request_id, functools.partial(self.allocator.hash_at, state.request_id))
 
     def _shares(self, state: RequestState) -> bool:
-        """Whether others may take over the pages of a request: not those with the RoPE factors of long texts."""
+        """Whether others may take over the pages of a request: not those of a text that has become long."""
         if not self.use_prefix_sharing or self.rope is None:
             return self.use_prefix_sharing
         num_tokens = len(state.initial_tokens) + len(state.generated_tokens)
-        return num_tokens <= self.rope.switch.border and not self.rope.is_long(state)
+        is_short = num_tokens <= self.rope.switch.border and not self.rope.is_long(state)
+        return is_short or self.allocator.is_apart(state.request_id)
 
     def forget_pages(self) -> None:
         """Let no later request take over tokens of earlier ones. Requests go on with those that they hold."""
