@@ -14,7 +14,7 @@ if not HAS_PAGES:
 
 import models
 import torch
-from test_batching import PAGE, alone, answers, managed, next_result, settings
+from test_batching import PAGE, alone, answers, generation, managed, next_result, settings
 from transformers.generation.continuous_batching.requests import RequestState
 from waiting import until
 
@@ -145,6 +145,16 @@ def test_the_manager_that_starts_gives_the_factors() -> None:
             assert answers(manager, [SHORT, LONG]) == expected
 
 
+def test_a_manager_that_was_dropped_leaves_no_factors() -> None:
+    """Those of the next forward would stay: positions before the border have short ones."""
+    model = built("phi3")
+    with patched(model, "none"):
+        manager = model.init_continuous_batching(generation(4), settings())
+        assert "forward" in vars(model.model.rotary_emb)
+        del manager
+    assert "forward" not in vars(model.model.rotary_emb)
+
+
 def test_only_models_that_drop_their_cache_compute_texts_again() -> None:
     """The config of any model may name the length."""
     options = {"original_max_position_embeddings": BORDER}
@@ -179,9 +189,8 @@ def test_long_texts_share_no_pages_with_short_ones(family: str) -> None:
     assert shared == ([0, 0, 128, 384, 384, 128] if family == "phi3" else [0, 0, 128, 0, 0, 128])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asynchronous batching is for GPUs")
 def test_a_text_that_is_computed_again_needs_steps_one_after_the_other() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("asynchronous batching is for GPUs")
     with patched(models.on("cuda", built("phi3")), "int8") as model:
         message = "`use_async_batching` must be False for Phi3ForCausalLM, .* exceeds 24 tokens, got True"
         with pytest.raises(NotImplementedError, match=message):

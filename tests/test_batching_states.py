@@ -43,9 +43,10 @@ from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOC
 
 from hf_kvquant.batching.batch import Group, Request, groups_of
 from hf_kvquant.batching.cache import PagedCache
+from hf_kvquant.batching.forwards import unwrap, wrap
 from hf_kvquant.batching.memory import PageMemory
 from hf_kvquant.batching.slots import add_lengths
-from hf_kvquant.batching.state_layers import StateLayers, StateProbe, unwrap, why_not_grouped, wrap
+from hf_kvquant.batching.state_layers import StateLayers, StateProbe, forward_of_state, why_not_grouped
 from hf_kvquant.batching.states import STATES, GroupLayer, StateLayout, StatePart
 from hf_kvquant.batching.tails import TAILS
 
@@ -482,8 +483,8 @@ def test_a_forward_of_somebody_else_is_called_and_comes_back() -> None:
     module.layer_idx = 0
     own = functools.partial(torch.nn.functional.linear, weight=module.weight)
     module.forward = own
-    wrap([module])
-    wrap([module])
+    wrap([module], forward_of_state)
+    wrap([module], forward_of_state)
     x = torch.ones(1, 2)
     assert torch.equal(module(x), own(x)) and module.forward is not own
     unwrap([module])

@@ -128,9 +128,9 @@ def close(model: PreTrainedModel) -> None:
         destroy: Any = model.destroy_cached_continuous_batching_manager
         destroy()
     # Of a manager that was dropped without being stopped. Where none was ever made, the module is not imported either.
-    state_layers = sys.modules.get(f"{__package__}.state_layers")
-    if state_layers is not None:
-        state_layers.unwrap(model.modules())
+    forwards = sys.modules.get(f"{__package__}.forwards")
+    if forwards is not None:
+        forwards.unwrap(model.modules())
 
 
 def _manager_of(model: PreTrainedModel) -> Any:

@@ -34,15 +34,15 @@ from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer, check_room
+from .forwards import unwrap, wrap
 from .grammars import Grammars
 from .memory import CPU_SHARE
 from .rope import RopeByRequest
-from .rope import unwrap as unwrap_rope
 from .runner import Runner, inputs_of, max_blocks_of, settle_graphs
 from .sampling import KEY, Sampling, reports
 from .settings import check_end_tokens, new_tokens_of
 from .slots import add_lengths
-from .state_layers import unwrap, wrap
+from .state_layers import forward_of_state
 from .states import known_types
 from .support import WHERE, check_served, pages_of
 
@@ -204,10 +204,11 @@ class Processor(ContinuousBatchProcessor):
         if not self.scheduler.active_requests:
             # transformers lets requests wait once others have starved, until one finishes (5.24). None is left to.
             self.scheduler.block_new_requests = False
+        room, rope = self.room, self.cache.rope
         for state in list(self.scheduler.active_requests.values()):
-            if state.current_len() >= self.room:
+            if state.current_len() >= room:
                 self._end_outgrown(state)
-            elif self.cache.rope is not None and self.cache.rope.outgrows(state):
+            elif rope is not None and rope.outgrows(state):
                 self._begin_again(state)
         is_ready: bool = super().prepare_next_batch()
         return is_ready
@@ -343,17 +344,16 @@ class Manager(ContinuousBatchingManager):
         notes_on(model).manager = weakref.ref(self)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Set our attention over pages, which needs no flash attention, and our forward of layers with a state."""
+        """Set our attention over pages, which needs no flash attention, and our forwards of other modules."""
         set_attention(model, self._paged_attention)
         if self._state_layers is not None:
-            wrap(self._state_layers.modules.values())
+            wrap(self._state_layers.modules.values(), forward_of_state)
         if self._rope is not None:
             self._rope.wrap()
 
     def _restore_attention(self, model: Any) -> None:
-        """Set what `generate` has again: attention, unless another has been set meanwhile, and layers with a state."""
+        """Set what `generate` has again: attention, unless another has been set meanwhile, and other modules."""
         unwrap(model.modules())
-        unwrap_rope(model)
         if text_config_of(model)._attn_implementation == self._paged_attention:
             set_attention(model, self._attention)
 

@@ -10,7 +10,6 @@ Where a text outgrows its factors, `generate` computes all keys again with Phi-3
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from ..models.rope import Switch, switch_of
 from .batch import past_of
+from .forwards import wrap
 from .sampling import sampling_of
 
 
@@ -49,10 +49,8 @@ class RopeByRequest:
         return None if switch is None else cls(model, switch)
 
     def wrap(self) -> None:
-        """Give the modules our `forward`, in place of that of another manager. `unwrap` undoes it exactly."""
-        for module in self._modules:
-            before: Any = module.__dict__.get("forward")
-            module.forward = functools.partial(_forward, module, self, before.args[2] if _is_ours(before) else before)
+        """Let the modules give each token the factors of its request, until `forwards.unwrap`."""
+        wrap(self._modules, self._forward)
 
     def is_long(self, state: RequestState) -> bool:
         """Whether all tokens of a request have the factors of long texts, the first ones included."""
@@ -79,12 +77,30 @@ class RopeByRequest:
             is_long = torch.tensor([self.is_long(each.state) for each in requests])
             self._is_long = is_long.repeat_interleave(counts).to(device)
 
-    def of_long_texts(self, positions: Tensor) -> Tensor:
-        """Which tokens get the factors of long texts: `[batch, tokens]` bool, for positions of this shape."""
-        is_long = positions >= self.switch.border
-        if self._is_long is None:
-            return is_long
-        return is_long | pad(self._is_long, (0, positions.shape[-1] - len(self._is_long)))
+    def _forward(
+        self, _: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """Replaces the `forward` of a module that makes cosines and sines, `[batch, tokens, channels]` each.
+
+        Args:
+            _: The module.
+            forward: What it would call otherwise.
+            x: Gives the dtype.
+            position_ids: `[batch, tokens]`.
+            *args: What else the module takes.
+            **kwargs: Likewise.
+        """
+        border = self.switch.border
+        # The largest position decides, on the device. Tokens of the other kind get what nobody reads.
+        of_short = forward(x, position_ids.clamp(max=border - 1), *args, **kwargs)
+        of_long = forward(x, pad(position_ids, (0, 1), value=border), *args, **kwargs)
+        is_long = position_ids >= border
+        if self._is_long is not None:
+            is_long = is_long | pad(self._is_long, (0, position_ids.shape[-1] - len(self._is_long)))
+        return tuple(
+            torch.where(is_long.unsqueeze(-1), long[..., :-1, :], short)
+            for long, short in zip(of_long, of_short, strict=True)
+        )
 
 
 def _begun_with(state: RequestState) -> int:
@@ -98,49 +114,6 @@ def _begun_with(state: RequestState) -> int:
     return max(state._true_initial_tokens or len(state.initial_tokens), num_forced)
 
 
-def unwrap(model: nn.Module) -> None:
-    """Undo `RopeByRequest.wrap`. Modules that have another `forward` keep it."""
-    for module in model.modules():
-        forward: Any = module.__dict__.get("forward")
-        if _is_ours(forward):
-            del module.__dict__["forward"]
-            if forward.args[2] is not None:
-                module.forward = forward.args[2]
-
-
 def _has_switch(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)  # one, or one for each type of layer
     return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
-
-
-def _is_ours(forward: Any) -> bool:
-    return isinstance(forward, functools.partial) and forward.func is _forward
-
-
-def _forward(
-    module: Any,
-    rope: RopeByRequest,
-    before: Callable[..., Any] | None,
-    x: Tensor,
-    position_ids: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, ...]:
-    """Replaces the `forward` of a module that makes cosines and sines, `[batch, tokens, channels]` each.
-
-    Args:
-        module: Whose it is.
-        rope: Says which tokens belong to long texts.
-        before: What it had in its own dictionary.
-        x: Gives the dtype.
-        position_ids: `[batch, tokens]`.
-        *args: What else the module takes.
-        **kwargs: Likewise.
-    """
-    forward = before or functools.partial(type(module).forward, module)
-    border = rope.switch.border
-    # The largest position decides, and is not asked for on the host. Tokens of the other kind get what nobody reads.
-    of_short = forward(x, position_ids.clamp(max=border - 1), *args, **kwargs)
-    of_long = forward(x, pad(position_ids, (0, 1), value=border), *args, **kwargs)
-    is_long = rope.of_long_texts(position_ids).unsqueeze(-1)
-    return tuple(torch.where(is_long, long[..., :-1, :], short) for long, short in zip(of_long, of_short, strict=True))

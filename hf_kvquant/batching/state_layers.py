@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,42 +142,18 @@ def why_not_grouped(layers: StateLayers) -> str | None:
     return None
 
 
-def wrap(modules: Iterable[nn.Module]) -> None:
-    """Give modules our `forward`, unless they have it. `unwrap` undoes it exactly."""
-    for module in modules:
-        before = module.__dict__.get("forward")
-        if not _is_ours(before):
-            module.forward = functools.partial(_forward, module, before)
-
-
-def unwrap(modules: Iterable[nn.Module]) -> None:
-    """Undo `wrap`. Modules that have another `forward` keep it."""
-    for module in modules:
-        forward: Any = module.__dict__.get("forward")
-        if _is_ours(forward):
-            before = forward.args[1]
-            del module.__dict__["forward"]
-            if before is not None:
-                module.forward = before
-
-
-def _is_ours(forward: Any) -> bool:
-    return isinstance(forward, functools.partial) and forward.func is _forward
-
-
-def _forward(module: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the `forward` of a module with a state.
+def forward_of_state(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces the `forward` of a module with a state: see `forwards.wrap`.
 
     Args:
         module: Whose it is.
-        before: What it had in its own dictionary.
+        forward: What it would call otherwise.
         *args: The hidden states, `[1, tokens, hidden]`, if they have no name.
         **kwargs: What else the module takes.
 
     Returns:
         `[1, tokens, hidden]`. Padding has no effect on anything else.
     """
-    forward = before or functools.partial(type(module).forward, module)
     cache = kwargs.get(CACHE)
     if not isinstance(cache, PagedCache):
         return forward(*args, **kwargs)

@@ -62,7 +62,7 @@ def _overlap(text: str, stop: str) -> int:
 def text_of(tokenizer: Any, token: int) -> str:
     """The text of one token. Some tokenizers leave out a space at the beginning, so another token goes before."""
     before = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return str(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
+    return text_after(tokenizer, before, [token], skips_special=False)
 
 
 # Tokens of a prompt that say how the text behind it begins, and how many of them may be the end of a character.

@@ -33,7 +33,7 @@
 // - To issue the products with the values first, so that registers of weights are free before there are scores: as
 //   long as before.
 // - To round beside the exponentials, to other registers: the compiler moves all 32 in the end, which takes longer than
-//   to round in a second pass (2,550), also with two tiles in turn and 232 registers.
+//   to round in a second pass (2,550). With registers for the weights of two tiles it moves them, too (not timed).
 // - A quarter of the exponentials by a polynomial, beside the special function unit: 948 us instead of 875, with a
 //   maximum. Instructions that read three registers take 2 to 3 clocks beside products.
 // - Tiles and weights of bfloat16, which need less power than float16: 0 to 3 % faster, with three bits less.
