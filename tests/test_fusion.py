@@ -51,7 +51,7 @@ def same_bits(actual: Any, expected: Any, what: str) -> None:
 
 @CUDA_ONLY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("channels", [128, 256, 1536, 2048, 4096, 5120, 8192, 14336])
+@pytest.mark.parametrize("channels", [128, 256, 1536, 2048, 2560, 4096, 5120, 7168, 8192, 14336])
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 64, 2048])
 def test_rms_norm_sums_rows_as_torch_does(rows: int, channels: int, dtype: torch.dtype) -> None:
     for scale in (1.0, 1e-3, 100.0):
@@ -96,6 +96,19 @@ def test_rms_norm_behind_a_mean(shape: tuple[int, ...], dtype: torch.dtype) -> N
 
 @CUDA_ONLY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [64, 100, 128])
+@pytest.mark.parametrize("heads", [1, 32])
+def test_rms_norm_of_many_short_rows(heads: int, channels: int, dtype: torch.dtype) -> None:
+    """The heads of a prompt, of which a warp has several."""
+    x = randn(40_001 // heads, heads, 2 * channels, dtype=dtype).chunk(2, dim=-1)[0]
+    weight, gate = randn(channels, dtype=dtype), randn(*x.shape, dtype=dtype)
+    mean = None if channels == 128 else x.float().pow(2).mean(-1, keepdim=True)
+    for how in ((False, None), (True, None), (False, gate)):
+        same_bits(FUSED.rms_norm(x, weight, mean, 1e-6, *how), reference.rms_norm(x, weight, mean, 1e-6, *how), "rows")
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_heads", [(4, 4), (32, 8), (7, 1)], ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "rotary_dim"),
@@ -112,6 +125,17 @@ def test_rotary(head_dim: int, rotary_dim: int, num_heads: tuple[int, int], dtyp
             for x, y, name in zip(actual, expected, ("query", "key"), strict=True):
                 same_bits(x, y, f"{name}, batch {batch}, q_len {q_len}")
                 assert x.stride() == y.stride() or 1 in y.shape, "a trial would refuse another layout"
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_rotary_of_a_long_prompt(offset: int) -> None:
+    """More tokens than an axis of a grid has thread blocks, and rows that do not begin where vectors do."""
+    both = randn(1, 70_000, 3, 16, dtype=torch.bfloat16)[..., offset : offset + 8].transpose(1, 2)
+    cos, sin = randn(2, 1, 70_000, 8, dtype=torch.bfloat16)
+    for query, key in (both.split((2, 1), dim=1), both.split((1, 2), dim=1)):
+        for x, y in zip(FUSED.rotary(query, key, cos, sin), reference.rotary(query, key, cos, sin), strict=True):
+            same_bits(x, y, "rotary")
 
 
 @CUDA_ONLY
