@@ -232,7 +232,8 @@ def paged_attention(
         results.append(result.flatten(0, 1))
     if len(results) == 1 and len(results[0]) == num_tokens:
         return results[0].unsqueeze(0), None
-    out = query.new_zeros((num_tokens, *results[0].shape[1:]))
+    is_padded = sum(map(len, results)) < num_tokens
+    out = (query.new_zeros if is_padded else query.new_empty)((num_tokens, *results[0].shape[1:]))
     for group, result in zip(cache.groups, results, strict=True):
         out[group.tokens] = result
     return out.unsqueeze(0), None
