@@ -152,19 +152,26 @@ class Blocks {
         static_cast<const uint16_t*>(side.tail) + (slot * side.tail_stride_b + segment.h * side.tail_stride_h);
     const int first = params.sink_length + step * Pipeline::kStepTokens % side.ring + slot_of_row(g_) * kHalves;
     for_all<kTiles, kColumnTiles, 4>([&](int i, int n, int k) { sum[i][n][k] = 0.f; });
-    for_all<kTiles, kParts>([&](int i, int j) {
-      const int c = 32 * j + 8 * t_;
-      uint4 key[2];
-      for_all<2>([&](int h) {
-        const uint16_t* row = tail + (first + 2 * i + h) * side.tail_stride_t;
-        key[h] = {0, 0, 0, 0};
-        if (c < side.head_dim) key[h] = *reinterpret_cast<const uint4*>(row + c);
+    constexpr int kAtOnce = Shape::kHeadDim <= 128 ? kTiles : 1;  // as many as registers hold
+    for_all<kTiles / kAtOnce>([&](int some) {
+      uint32_t key[kAtOnce][2][kParts][4];
+      for_all<kAtOnce, 2, kParts>([&](int i, int h, int j) {
+        const uint16_t* row = tail + (first + 2 * (some * kAtOnce + i) + h) * side.tail_stride_t;
+        start_loading<16>(row + (channel(j) < side.head_dim ? channel(j) : 0), key[i][h][j]);
       });
-      for_all<kColumnTiles>([&](int n) {
-        multiply_dense(side.tail_dtype, sum[i][n], key[0], key[1], plain_query<Shape>(plain_query_, n, c, g_));
+      for_all<kAtOnce, kParts>([&](int i, int j) {
+        const uint32_t exists = channel(j) < side.head_dim ? 0xffffffffu : 0;
+        const uint4 low = masked(key[i][0][j], exists), high = masked(key[i][1][j], exists);
+        for_all<kColumnTiles>([&](int n) {
+          multiply_dense(side.tail_dtype, sum[some * kAtOnce + i][n], low, high,
+                         plain_query<Shape>(plain_query_, n, channel(j), g_));
+        });
       });
     });
   }
+
+  // The first of the eight channels that a lane has in a part.
+  __device__ __forceinline__ int channel(int part) const { return 32 * part + 8 * t_; }
 
   const unsigned char* plain_query_;
   int g_, t_, tail_slot_, first_of_tail_, end_of_codes_;

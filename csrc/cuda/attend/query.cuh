@@ -197,6 +197,11 @@ __device__ __forceinline__ void multiply_dense(Dtype dtype, float (&sum)[4], con
   }
 }
 
+// Channels that a lane has of a dense key, for multiply_dense. `mask`: 0 if there are none, else all bits.
+__device__ __forceinline__ uint4 masked(const uint32_t (&words)[4], uint32_t mask) {
+  return {words[0] & mask, words[1] & mask, words[2] & mask, words[3] & mask};
+}
+
 // --- keys in groups or blocks
 
 // a / 16 in float16, both halves.

@@ -2,11 +2,15 @@
 // tile of them to what a warp has.
 //
 // There are few such tokens, and the time goes into waiting for memory and for instructions that are in no cache. So a
-// warp takes its tile while its first copies are on their way. It loads all rows at once, and tensor cores multiply keys
-// by the untransformed query and values by weights. A weight is the sum of two 16-bit numbers, so that nothing of its
-// float32 is lost that a result could show. 4 + 28 tokens of int4 add 7 us to 138 at 64 x 8k and 3 to 9.5 at 1 x 2k
-// (H200, 2026-11). Behind the codes, the same tiles took 12 and 4, since other warps waited for those that had one. As
-// separate thread blocks they took 24 and 2.5.
+// warp takes its tile while its first copies are on their way. It starts all loads at once, without a condition (see
+// start_loading), and tensor cores multiply keys by the untransformed query and values by weights. A weight is the sum
+// of two 16-bit numbers, so that nothing of its float32 is lost that a result could show.
+//
+// While loads of what exists stood under a condition, the compiler made each wait for the one before: in batches of
+// many short sequences, a third of all samples of the profiler waited for these, and for the barrier behind them. 424
+// sequences of 0.5k to 2k tokens took 365 us with int4 instead of 284, 358 with k8v4 instead of 289, and 64 x 8k with
+// int4 175 instead of 166 (H200, 2026-11). At that time, 4 + 28 tokens took 7 us at 64 x 8k, 12 behind the codes, since
+// other warps waited for those that had a tile, and 24 as separate thread blocks.
 #pragma once
 
 #include "query.cuh"
@@ -71,7 +75,8 @@ struct DenseRows {
 
 // A tile of 16 dense tokens, from number `first` on. Lane (g, t) holds keys of tokens g and g + 8, channels 8t ... 8t + 7
 // of every 32, and values of tokens 2t, 2t + 1, 2t + 8 and 2t + 9, in the channels of its rows of output tiles
-// (ValueWords). What does not exist is 0.
+// (ValueWords). What does not exist is what does: the last token again, or the first channels. Its weights are 0, and so
+// are such channels of a query.
 template <class Shape>
 class DenseTile {
   using Channels = ValueWords<Shape::kValue, Shape::kValueRowBytes>;
@@ -83,13 +88,14 @@ class DenseTile {
   static constexpr bool kIsLoadedAtOnce = Shape::kRows <= 8 && Shape::kHeadDim <= 128;
   int token[2];  // that the lane has keys of, -1 beyond the last
 
-  // Starts loading: all lanes call this together. `first` may be beyond the last.
+  // Starts loading: all lanes call this together. `first` is not beyond the last.
   __device__ __forceinline__ void load(const DecodeParams& params, const NewTokens& new_tokens, const DecodePlan& plan,
                                        const Segment& segment, const Bounds& bounds, const DenseTokens& tokens,
                                        int first, int lane) {
     g_ = lane >> 2, t_ = lane & 3;
     num_key_channels_ = params.key_side.head_dim, num_value_channels_ = params.value_side.head_dim;
-    const int own = tokens.token(first + lane % kTailTileTokens), exists = max(own, 0);
+    const int own = tokens.token(first + lane % kTailTileTokens);
+    const int exists = tokens.token(min(first + lane % kTailTileTokens, tokens.count - 1));
     const int slot = tail_slot<Shape::kIsPaged>(plan, segment.b), start = tokens.start, sinks = params.sink_length;
     const Side &keys = params.key_side, &values = params.value_side;
     first_new_ = plan.appends ? bounds.length - new_tokens.q_len : INT32_MAX;
@@ -99,7 +105,7 @@ class DenseTile {
     for_all<2>([&](int h) {
       key_row_[h] = key_rows_.row_of(g_ + 8 * h);
       token[h] = __shfl_sync(kAllLanes, own, g_ + 8 * h);
-      if constexpr (kIsLoadedAtOnce) for_all<kKeyChunks>([&](int j) { key_[h][j] = load_key(h, j); });
+      if constexpr (kIsLoadedAtOnce) for_all<kKeyChunks>([&](int j) { load_key(h, j, key_[h][j]); });
     });
     for_all<4>([&](int i) {
       value_row_[i] = value_rows_.row_of(number(i));
@@ -180,19 +186,20 @@ class DenseTile {
   __device__ __forceinline__ int key_channel(int chunk) const { return 32 * chunk + 8 * t_; }
   __device__ __forceinline__ int value_channel(int chunk) const { return Channels::channel(g_, chunk * kWords); }
 
-  __device__ __forceinline__ uint4 load_key(int h, int j) const {
-    if (token[h] < 0 || key_channel(j) >= num_key_channels_) return {0, 0, 0, 0};
-    return *reinterpret_cast<const uint4*>(key_row_[h] + key_channel(j));
+  // Loads channels, or the first ones instead of those beyond the last.
+  __device__ __forceinline__ void load_key(int h, int j, uint32_t (&words)[4]) const {
+    start_loading<16>(key_row_[h] + (key_channel(j) < num_key_channels_ ? key_channel(j) : 0), words);
   }
   __device__ __forceinline__ uint4 find_key(int h, int j) const {
-    if constexpr (kIsLoadedAtOnce) return key_[h][j];
-    return load_key(h, j);
+    const uint32_t exists = key_channel(j) < num_key_channels_ ? 0xffffffffu : 0;
+    if constexpr (kIsLoadedAtOnce) return masked(key_[h][j], exists);
+    uint32_t words[4];
+    load_key(h, j, words);
+    return masked(words, exists);
   }
   __device__ __forceinline__ void load_value(int chunk, int i, uint32_t (&words)[kWords]) const {
-    for_all<kWords>([&](int w) { words[w] = 0; });
-    if (value_token_[i] >= 0 && value_channel(chunk) < num_value_channels_) {
-      load_words<4 * kWords>(value_row_[i] + value_channel(chunk), words);
-    }
+    const int c = value_channel(chunk);
+    start_loading<4 * kWords>(value_row_[i] + (c < num_value_channels_ ? c : 0), words);
   }
   __device__ __forceinline__ void find_value(int chunk, int i, uint32_t (&words)[kWords]) const {
     if constexpr (kIsLoadedAtOnce) {
@@ -208,7 +215,7 @@ class DenseTile {
   int value_token_[4];
   DenseRows key_rows_, value_rows_;
   const uint16_t *key_row_[2], *value_row_[4];
-  uint4 key_[2][kIsLoadedAtOnce ? kKeyChunks : 1];
+  uint32_t key_[2][kIsLoadedAtOnce ? kKeyChunks : 1][4];
   uint32_t value_[kIsLoadedAtOnce ? Channels::kChunks : 1][4][kWords];
 };
 

@@ -181,4 +181,21 @@ __device__ __forceinline__ void load_words(const void* from, uint32_t* words) {
   }
 }
 
+// The same, of 4, 8 or 16 bytes of global memory, and started here. Where a thread loads much that it needs later, the
+// compiler otherwise puts loads behind what they do not depend on, or makes one wait for the other: it has loads under a
+// condition go to one register, from which a predicated instruction moves what came. So these have no condition.
+template <int kBytes>
+__device__ __forceinline__ void start_loading(const void* from, uint32_t* words) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  if constexpr (kBytes == 16) {
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from));
+  } else if constexpr (kBytes == 8) {
+    asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from));
+  } else {
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+  }
+}
+
 }  // namespace hf_kvquant::cuda
