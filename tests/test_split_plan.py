@@ -225,7 +225,11 @@ def test_the_kernel_makes_the_plan_of_the_reference(batch: int, most: int) -> No
 @pytest.mark.sanitize
 @CUDA_ONLY
 @pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name][0].block_size is None])
-@pytest.mark.parametrize("lengths", [[2000, 5, 128, 0, 700, 1], [1], [4000], [130] * 40])
+@pytest.mark.parametrize(
+    "lengths",
+    [[2000, 5, 128, 0, 700, 1], [1], [4000], [130] * 40, [1 + 7 * i % 130 for i in range(1501)]],
+    ids=lambda lengths: f"{len(lengths)} sequences",
+)
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_plan_changes_no_more_than_roundings(name: str, lengths: list[int], is_new: bool) -> None:
     torch.manual_seed(0)

@@ -154,6 +154,7 @@ struct DecodePlan {
   const int32_t* split_plan;  // see DecodeParams; nullptr: not used
   int num_planned;            // its entries
   int num_slots;              // of these, shares of sequences that are cut, at most
+  bool mixes_shares;          // of the first `batch` entries, the last ones come between the first ones
   bool is_dense;       // rows of codes are as wide as the kernel's and have no gaps between them
   bool has_gaps;       // copies do not write all of a stage, see Pipeline::fill_gaps
   bool appends;        // the attention kernel quantises the new tokens too

@@ -84,7 +84,9 @@ __device__ __forceinline__ Segment segment_of_cta(const DecodePlan& plan) {
 // has checked the numbers on a GPU: entries that would lead out of the workspace count as unused, and those have no
 // sequence, b = -1.
 __device__ __forceinline__ Segment planned_segment(const DecodeParams& params, const DecodePlan& plan) {
-  const int4 entry = load_kept(reinterpret_cast<const int4*>(plan.split_plan) + blockIdx.z);
+  int number = blockIdx.z;
+  if (plan.mixes_shares && number < params.batch) number = number % 2 == 0 ? number / 2 : params.batch - 1 - number / 2;
+  const int4 entry = load_kept(reinterpret_cast<const int4*>(plan.split_plan) + number);
   const unsigned share = entry.z & 0xffff, splits = static_cast<unsigned>(entry.z) >> 16;
   const bool is_used = static_cast<unsigned>(entry.x) < static_cast<unsigned>(params.batch) && share < splits &&
                        entry.w >= 0 && (splits == 1 || entry.w + int64_t{splits} <= plan.num_slots);
