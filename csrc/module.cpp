@@ -359,7 +359,7 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& query, const Tensor& key, const 
   const Tensor out_query = empty(query), out_key = empty(key);
   params.out_query = dense_of(out_query, params.query.dtype);
   params.out_key = dense_of(out_key, params.key.dtype);
-  if (params.batch > 0 && params.q_len > 0) cuda::rotary(params, device.stream);
+  if (query.numel() + key.numel() > 0) cuda::rotary(params, device.stream);
   return {out_query, out_key};
 }
 

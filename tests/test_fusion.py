@@ -213,6 +213,8 @@ def test_empty_calls_do_nothing() -> None:
         out = getattr(FUSED, name)(*empty)
         for x in out if isinstance(out, tuple) else (out,):
             assert x.shape[0] == 0
+    x, cos = randn(1, 0, 4, 8), randn(1, 4, 8)
+    assert all(out.shape == x.shape for out in FUSED.rotary(x, x, cos, cos)), "no heads"
 
 
 def check_refused(device: str, name: str, index: int, change: Callable[[Tensor], Any], message: str) -> None:

@@ -2,7 +2,8 @@
 
 Without a plan, all sequences are cut into equally many parts, and thread blocks take them in the order of the batch.
 Then a GPU waits for one long sequence, or for the long ones that happen to come last. A plan cuts long sequences only,
-and puts long parts first, so that short ones fill the gaps at the end. One plan serves all layers of a step.
+and puts long parts first, so that short ones fill the gaps at the end. One plan serves all layers of a step. (Where
+very many parts follow each other and reading takes the time, the kernel takes long and short ones in turns; plan.cpp.)
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class Blocks {
         static_cast<const uint16_t*>(side.tail) + (slot * side.tail_stride_b + segment.h * side.tail_stride_h);
     const int first = params.sink_length + step * Pipeline::kStepTokens % side.ring + slot_of_row(g_) * kHalves;
     for_all<kTiles, kColumnTiles, 4>([&](int i, int n, int k) { sum[i][n][k] = 0.f; });
-    constexpr int kAtOnce = Shape::kHeadDim <= 128 ? kTiles : 1;  // as many as registers hold
+    constexpr int kAtOnce = Shape::kRows <= 8 && Shape::kHeadDim <= 128 ? kTiles : 1;  // as many as registers hold
     for_all<kTiles / kAtOnce>([&](int some) {
       uint32_t key[kAtOnce][2][kParts][4];
       for_all<kAtOnce, 2, kParts>([&](int i, int h, int j) {

@@ -80,7 +80,8 @@ __device__ __forceinline__ Segment segment_of_cta(const DecodePlan& plan) {
   return segment;
 }
 
-// The same with a split plan. Its entries have the lengths, too, so that nothing has to be loaded one more time. Nobody
+// The same with a split plan. Its entries have the lengths, too, so that nothing has to be loaded one more time. With
+// `mixes_shares`, the first, the last, the second, the second last and so on of the first `batch` entries come. Nobody
 // has checked the numbers on a GPU: entries that would lead out of the workspace count as unused, and those have no
 // sequence, b = -1.
 __device__ __forceinline__ Segment planned_segment(const DecodeParams& params, const DecodePlan& plan) {

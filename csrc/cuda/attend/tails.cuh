@@ -75,8 +75,8 @@ struct DenseRows {
 
 // A tile of 16 dense tokens, from number `first` on. Lane (g, t) holds keys of tokens g and g + 8, channels 8t ... 8t + 7
 // of every 32, and values of tokens 2t, 2t + 1, 2t + 8 and 2t + 9, in the channels of its rows of output tiles
-// (ValueWords). What does not exist is what does: the last token again, or the first channels. Its weights are 0, and so
-// are such channels of a query.
+// (ValueWords). Where a token does not exist, the lane has the last one, whose scores and values do not count; where
+// channels do not exist, it has the first ones: of keys they are masked, of values they lead to outputs that nobody reads.
 template <class Shape>
 class DenseTile {
   using Channels = ValueWords<Shape::kValue, Shape::kValueRowBytes>;

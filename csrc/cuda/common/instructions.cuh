@@ -183,7 +183,8 @@ __device__ __forceinline__ void load_words(const void* from, uint32_t* words) {
 
 // The same, of 4, 8 or 16 bytes of global memory, and started here. Where a thread loads much that it needs later, the
 // compiler otherwise puts loads behind what they do not depend on, or makes one wait for the other: it has loads under a
-// condition go to one register, from which a predicated instruction moves what came. So these have no condition.
+// condition go to one register, from which a predicated instruction moves what came. So these have no condition. What
+// they load must be in memory: written by the thread itself, it has to be behind a barrier.
 template <int kBytes>
 __device__ __forceinline__ void start_loading(const void* from, uint32_t* words) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);

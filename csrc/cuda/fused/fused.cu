@@ -211,10 +211,10 @@ struct NormRow {
 };
 
 // The sum of the squares of a row that a thread block holds, thread t vectors t, t + blockDim, ...
-// `squares`: shared memory for those of the row, used where PyTorch has a thread for four threads here or more. Each of
-// the four then sums what that thread would sum of every fourth number. With one thread for all, the others waited for
-// four times as many additions, one behind the other, of numbers that were loaded again: for 8,192 rows of 4,096 bf16
-// numbers with an addition 156 us instead of 68, for 64 rows 20 instead of 2.4 (H200, 2026-11).
+// `squares`: shared memory for those of the row, used where PyTorch has fewer threads, as it does for 16 rows and more.
+// A thread here sums what one there would sum of every fourth number. With one thread for all four, the others waited
+// for four times as many additions, one behind the other, of numbers that were loaded again: for 8,192 rows of 4,096
+// bf16 numbers with an addition 156 us instead of 68, for 64 rows 20 instead of 2.4 (H200, 2026-11).
 template <Dtype kDtype, int kPerThread>
 __device__ __forceinline__ float sum_of_squares(const Vector<kDtype> (&x)[kPerThread], int num_vectors,
                                                 SummingThreads threads, float4* squares) {
@@ -281,6 +281,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 template <Dtype kDtype, bool kAdds>
 auto norm_for(int per_thread) {
   constexpr int kMost = kMaxNormChannels / (kMaxThreads * kFusedVector);
+  static_assert(kMost * kMaxThreads * kFusedVector == kMaxNormChannels);
   return per_thread <= 2   ? norm_row<kDtype, 2, kAdds>
          : per_thread <= 4 ? norm_row<kDtype, 4, kAdds>
                            : norm_row<kDtype, kMost, kAdds>;
@@ -411,6 +412,7 @@ void rms_norm(const RmsNormParams& params, void* stream) {
     const auto kernel =
         params.other == nullptr ? norm_for<kDtype, false>(per_thread) : norm_for<kDtype, true>(per_thread);
     const bool needs_squares = params.mean == nullptr && threads.width * threads.height != num_threads;
+    // Below 48 KB, which every kernel may have: from 8192 channels on, PyTorch has as many threads.
     const size_t shared_bytes = needs_squares ? params.num_channels * sizeof(float) : 0;
     const dim3 grid = grid_of("rms_norm", params.num_rows);
     launch("rms_norm", kernel, early(kernel, grid, num_threads, shared_bytes, stream), params, threads, factor);
