@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -13,7 +16,7 @@ from transformers.utils import logging
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, cli, ops
-from hf_kvquant.cli import arguments, calibrate, env
+from hf_kvquant.cli import arguments, calibrate, env, loading
 from hf_kvquant.cli.loading import load, load_calibration
 from hf_kvquant.common.errors import RefusedResult, named
 from hf_kvquant_evals.injection import inject_key_outliers
@@ -406,6 +409,79 @@ def test_generate_takes_what_calibrate_left(
     code, _, error = run(capsys, *arguments)
     assert code == 0
     assert error.startswith("hf-kvquant: warning: ") and "safetensors is ignored. load_smoothing: `path` must" in error
+
+
+def test_calibration_is_found_on_the_hub(
+    folder: str, text_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrated = tmp_path / "calibrated"
+    how = ("--text-file", text_file, "--output", str(calibrated), "--mode", "online")
+    assert run(capsys, "calibrate", folder, *TOKEN_SCALES, *how)[0] == 0
+
+    def downloaded(name: str, file: str) -> str:
+        assert name == "someone/calibrated"
+        if not (calibrated / file).exists():
+            raise OSError("no such file")
+        return str(calibrated / file)
+
+    monkeypatch.setattr(loading, "cached_file", downloaded)
+    given = load(str(calibrated), "auto", torch.device("cpu"))[0]
+    load_calibration(given, "someone/calibrated")
+    assert any(x.center is not None for x in hf_kvquant.key_transforms(given, "int4-token").values())
+    (calibrated / "kvquant_smoothing.safetensors").unlink()
+    load_calibration(given, "someone/calibrated")
+
+
+def test_calibrate_saves_a_model_as_a_whole(
+    folder: str, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What belongs to pictures stays with the model, and a model of which a part would be saved is refused."""
+    pictures, output = tmp_path / "pictures", tmp_path / "output"
+    shutil.copytree(folder, pictures)
+    (pictures / "preprocessor_config.json").write_text('{"size": 8}')
+    arguments = ("calibrate", str(pictures), *TOKEN_SCALES, "--text-file", text_file, "--output", str(output))
+    assert run(capsys, *arguments)[0] == 0
+    assert (output / "preprocessor_config.json").read_text() == '{"size": 8}'
+    shutil.rmtree(output)
+
+    config = json.loads((pictures / "config.json").read_text())
+    (pictures / "config.json").write_text(json.dumps({**config, "architectures": ["LlavaForConditionalGeneration"]}))
+    code, _, error = run(capsys, *arguments)
+    assert code == 2 and not output.exists()
+    assert error == (
+        f"hf-kvquant: error: calibrate: `MODEL` must be a causal language model as a whole, got {pictures}, a "
+        "LlavaForConditionalGeneration, of which LlamaForCausalLM is a part: the folder that calibrate saves would "
+        "lack the rest. Load the whole model in Python, call hf_kvquant.smooth_attention on it and save_pretrained. "
+        "See docs/calibration.md.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}},
+        {"cache_implementation": "static", "num_beams": 2},
+        {"use_cache": False, "stop_strings": ["a"]},
+    ],
+    ids=lambda asked: "+".join(asked),
+)
+def test_generate_compares_presets_whatever_the_checkpoint_asks_for(
+    folder: str, asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asking = tmp_path / "asking"
+    shutil.copytree(folder, asking)
+    config = json.loads((asking / "generation_config.json").read_text())
+    (asking / "generation_config.json").write_text(json.dumps({**config, **asked}))
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes("\ufeffOnce".encode())
+    how = ("--prompt-file", str(prompt), "--preset", "none", "--preset", "int8", "--max-new-tokens", "4")
+    _, expected, _ = run(capsys, "generate", folder, *how)
+    code, output, error = run(capsys, "generate", str(asking), *how)
+    assert code == 0 and "\ufeff" not in output
+    names = "`, `".join(asked)
+    assert f"`{names}` in the generation config of {asking} is left out: every preset writes one text." in error
+    for preset, cells in rows(expected).items():
+        assert rows(output)[preset][:2] == cells[:2] and rows(output)[preset][3:] == cells[3:]
 
 
 def test_calibrate_needs_text(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from collections.abc import Sequence
 
 from rich.console import Console
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from ..calibration.choices import CALIBRATED_PRESET, FILE_NAME
 from ..calibration.smoothing import smooth_attention
@@ -16,7 +20,7 @@ from ..common.progress import without_bars
 from ..preflight.check import run_preflight
 from ..preflight.signals import reason_of
 from .arguments import checked_output
-from .loading import load_calibration, load_placed, read_text
+from .loading import file_of, load_calibration, load_placed, read_text
 
 
 def run(args: argparse.Namespace) -> None:
@@ -37,6 +41,7 @@ def calibrate(args: argparse.Namespace, preset: str) -> None:
     if output.exists() and any(output.iterdir()):
         raise UsageError(f"`--output` must be {expected}, got {args.output}: a folder that is not empty. Name another.")
     model, tokenizer = load_placed(args)
+    check_whole(model, args.model)
     try:
         if args.rotate_values:
             rotate_values(model)  # first: the file of factors identifies the weights that are saved
@@ -60,6 +65,9 @@ def calibrate(args: argparse.Namespace, preset: str) -> None:
         with without_bars():
             model.save_pretrained(output)
         tokenizer.save_pretrained(output)
+        for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME):
+            if (path := file_of(args.model, name)) is not None:
+                shutil.copyfile(path, output / name)  # of pictures and sounds, which calibrate does not read
     except (NotImplementedError, ValueError) as error:
         raise UsageError(
             f"{args.model} must have weights that transformers can save, got others ({reason_of(error)}). The factors "
@@ -75,6 +83,22 @@ def calibrate(args: argparse.Namespace, preset: str) -> None:
     for note in result.notes():
         console.print(note, markup=False)
     console.print(f"Saved the model and {FILE_NAME} to {output}.", soft_wrap=True)
+
+
+def check_whole(model: PreTrainedModel, name: str) -> None:
+    """Refuse a checkpoint of which only the text model was loaded: what is saved would lack the rest.
+
+    Raises:
+        UsageError: The checkpoint is of another class.
+    """
+    path = file_of(name, "config.json")
+    held = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path is not None else None
+    if held and type(model).__name__ not in held:
+        raise UsageError(
+            f"`MODEL` must be a causal language model as a whole, got {name}, a {held[0]}, of which "
+            f"{type(model).__name__} is a part: the folder that calibrate saves would lack the rest. Load the whole "
+            "model in Python, call hf_kvquant.smooth_attention on it and save_pretrained. See docs/calibration.md."
+        )
 
 
 def check(args: argparse.Namespace, preset: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,18 @@ from ..storage.offloading import HOMES
 from . import arguments, loading
 from .continuation import Summary, run_presets
 from .loading import load_calibration, read_text
+
+# What a checkpoint's generation config may ask for although presets are compared here: a cache of its own, none at all,
+# or more than one text, of which a stream cannot tell.
+_COMPARED = {
+    "cache_implementation": None,
+    "cache_config": None,
+    "use_cache": True,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "prompt_lookup_num_tokens": None,
+    "stop_strings": None,
+}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
         presets = {name: dataclasses.replace(config, offloading=True) for name, config in presets.items()}
     model, tokenizer = loading.load_placed(args)
     load_calibration(model, args.model)
+    set_aside(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
     presets = loading.fitting_configs(model, args, presets)
     console = Console(highlight=False)
@@ -61,6 +75,18 @@ def run(args: argparse.Namespace) -> None:
     more = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)) is not None)
     more += ", offloaded" if args.offloading else ""
     show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{more}")
+
+
+def set_aside(model: PreTrainedModel, name: str) -> None:
+    """Undo what the generation config of a checkpoint asks for against `_COMPARED`. A line on stderr says so."""
+    config, left_out = model.generation_config, []
+    for setting, value in _COMPARED.items():
+        if getattr(config, setting, None) not in (None, value):
+            setattr(config, setting, value)
+            left_out.append(setting)
+    if left_out:
+        why = f"`{'`, `'.join(left_out)}` in the generation config of {name} is left out: every preset writes one text."
+        print(f"hf-kvquant: generate: {why}", file=sys.stderr)
 
 
 def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str) -> None:

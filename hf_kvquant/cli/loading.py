@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from ..calibration.smoothing import load_smoothing
 from ..calibration.smoothing_file import FILE_NAME
@@ -41,7 +42,7 @@ def checked_device(name: str | None) -> torch.device:
 def read_text(option: str, name: str, remedy: str = "Name another file.") -> str:
     """The content of the text file that an option names. If it holds only white space, the user should do `remedy`."""
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = Path(name).read_text(encoding="utf-8-sig")  # a mark of the encoding is no text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"`{option}` must be a text file, got {name}: {reason}.") from error
@@ -132,10 +133,19 @@ def load_placed(
     return model, tokenizer
 
 
+def file_of(name: str, file: str) -> Path | None:
+    """A file beside the weights of a model, in its folder or, by a hub id, on the hub; `None` if there is none."""
+    try:
+        found = cached_file(source_of(name), file)
+    except OSError:
+        return None
+    return Path(found) if found is not None else None
+
+
 def load_calibration(model: PreTrainedModel, name: str) -> None:
-    """Give a model the centres and factors that `calibrate` saved in its folder, if there are any."""
-    path = Path(name).expanduser() / FILE_NAME
-    if not path.is_file():
+    """Give a model the centres and factors that `calibrate` saved beside it, if there are any."""
+    path = file_of(name, FILE_NAME)
+    if path is None:
         return
     try:
         load_smoothing(model, path)
