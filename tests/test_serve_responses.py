@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import models
@@ -19,17 +20,20 @@ if not HAS_PAGES:
     pytest.skip("transformers' paged cache has another design", allow_module_level=True)
 
 from servers import NAME, Running, held
+from transformers import AutoTokenizer
 from transformers.cli.serving.utils import ReasoningText
 from waiting import until
 
 from hf_kvquant.common.errors import RefusedRequest
 from hf_kvquant.serving.fields import CHAT
 from hf_kvquant.serving.forms import Usage
-from hf_kvquant.serving.pieces import Piece
+from hf_kvquant.serving.pieces import Logprob, Piece
+from hf_kvquant.serving.reading import Reader
 from hf_kvquant.serving.response_form import ResponseForm
 from hf_kvquant.serving.responses import FIELDS, ROUTE, chat_of
 from hf_kvquant.serving.structured import shown
 from hf_kvquant.serving.tools import ToolCall
+from hf_kvquant.serving.writing import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 12
@@ -160,9 +164,9 @@ def test_structured_text(client: openai.OpenAI) -> None:
 def test_thoughts_and_calls_are_items_of_their_own() -> None:
     """In one piece as in a stream."""
     pieces = [
-        Piece(0, [ReasoningText("\nhm")]),
-        Piece(0, [ReasoningText(" yes"), "\n\n"]),
-        Piece(0, ["It is"]),
+        Piece(0, [ReasoningText("\nhm")], [Logprob("hm", -1.0, [], 0)]),
+        Piece(0, [ReasoningText(" yes"), "\n\n"], [Logprob("</think>", -1.0, [], 0)]),
+        Piece(0, ["It is"], [Logprob("It is", -2.0, [], 0)]),
         Piece(0, [" noon", ToolCall("get_time", "{}", 0, "c1")], None, "tool_calls"),
     ]
     streamed, whole = ResponseForm("r", NAME, 7), ResponseForm("r", NAME, 7)
@@ -173,13 +177,31 @@ def test_thoughts_and_calls_are_items_of_their_own() -> None:
     assert [body["type"] for body in bodies] == [name.removeprefix("event: ") for name, _ in parts]
     together = Piece(0, [])
     for piece in pieces:
-        together.add(piece)
+        whole.gather(together, piece)
     whole.choice(together)
     found = whole.whole([{}], Usage(3, 4))
     assert found == bodies[-1]["response"] and Response.model_validate(found).output_text == "It is noon"
     thoughts, text, call = found["output"]
     assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm yes"}]
+    assert [each["token"] for each in text["content"][0]["logprobs"]] == ["It is"]
     assert (text["content"][0]["text"], call["call_id"], found["status"]) == ("It is noon", "c1", "completed")
+
+
+def test_tokens_belong_to_the_text_that_they_are_of(folder: str) -> None:
+    """Also where all of an answer comes at once."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    thoughts_field = {"open": "<think>", "close": "</think>", "content": "text"}
+    fields = {"reasoning_content": thoughts_field, "content": {"content": "text"}}
+    reader = Reader({"start_anchor_pattern": r"\A", "fields": fields}, "")
+    tokens = tokenizer("<think>hm</think>noon", add_special_tokens=False).input_ids
+    found = [SimpleNamespace(logprob=-1.0, top=[]) for _ in tokens]
+    output: Any = SimpleNamespace(generated_tokens=tokens, logprobs=found, is_finished=lambda: True)
+    writer = Writer(tokenizer, reader=reader, text_of=lambda token: str(tokenizer.decode([token])))
+    form, whole = ResponseForm("r", NAME, 7), Piece(0, [])
+    form.gather(whole, writer.piece(0, output, ()))
+    thoughts, text = form.whole([form.choice(whole)], Usage(1, len(tokens)))["output"]
+    assert (thoughts["content"][0]["text"], text["content"][0]["text"]) == ("hm", "noon")
+    assert "".join(each["token"] for each in text["content"][0]["logprobs"]) == "noon"
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "in one piece"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -299,6 +300,30 @@ def test_text_behind_a_call_stays_as_it_was_written(size: int) -> None:
     message, _ = read("Hermes", text + "~", tools_of(WEATHER), size)
     assert len(message["tool_calls"]) == 1
     assert message["content"] == "Wait.\n<tool_call>\n{"
+
+
+@pytest.mark.parametrize(
+    "written, expected",
+    [("Hello.", {"content": "Hello."}), ("<think>\nhm", {"content": "", "reasoning_content": "hm"})],
+    ids=["a text", "thoughts that never close"],
+)
+def test_the_token_that_ends_an_answer_is_no_part_of_it(
+    written: str, expected: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers describes answers by the model's type; this model ends them by a token that it does not know."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<END>"})
+    chats = Chats.__new__(Chats)
+    chats._tokenizer = tokenizer
+    chats._model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))  # type: ignore[assignment]
+    chats._grammars = SimpleNamespace(end_tokens=[tokenizer.eos_token_id])  # type: ignore[assignment]
+    writer = Writer(tokenizer, reader=chats.reader([], None))
+    tokens = [*tokenizer(written, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    texts = [*writer.write(tokens), *writer.finish()]
+    message = ChatForm("i", "m").choice(Piece(0, texts, None, "stop"))["message"]
+    assert {
+        name: text.strip() for name, text in message.items() if name in ("content", "reasoning_content")
+    } == expected
 
 
 def test_an_answer_ends_with_its_only_call(folder: str) -> None:

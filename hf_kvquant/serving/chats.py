@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,10 +82,15 @@ class Chats:
     def reader(self, prompt: list[int], tools: Tools | None) -> Reader | None:
         """What reads an answer; `None` if it is plain text. Without tools, what looks like a call stays text."""
         own = get_response_template(self._tokenizer, self._model)
-        template: dict[str, Any] = {"start_anchor_pattern": r"\A", "fields": {"content": self._content()}}
+        fields: Mapping[str, Any] = {"content": {"content": "text"}}
+        template: dict[str, Any] = {"start_anchor_pattern": r"\A"}
         if own is not None:
             fields = {name: field for name, field in own["fields"].items() if name != CALLS}
-            template = {**own, "fields": fields}
+            template = {**own}
+        template["fields"] = {
+            name: self._ended(field) if name in {"content", *_REASONING_FIELDS} else field
+            for name, field in fields.items()
+        }
         if tools is not None:
             template["fields"] = {CALLS: self._calls_field(), **template["fields"]}
         if own is None and tools is None:
@@ -173,10 +179,19 @@ class Chats:
         found: Mapping[str, Any] = field
         return found
 
-    def _content(self) -> dict[str, Any]:
-        """The text of an answer, without the token that ends it."""
+    def _ended(self, field: Mapping[str, Any]) -> dict[str, Any]:
+        """The description of a text that the tokens close, too, which end an answer of this model.
+
+        transformers describes answers by the model's type, and a fine-tune may end them by another token. Thoughts that
+        never close end with the answer.
+        """
         ends = [self._tokenizer.decode([token]) for token in self._grammars.end_tokens]
-        return {"content": "text", **({"close": ends} if ends else {})}
+        if (pattern := field.get("close_pattern")) is not None:
+            return {**field, "close_pattern": "|".join((pattern, *map(re.escape, ends)))}
+        given = field.get("close") or []
+        closes = [given] if isinstance(given, str) else list(given)
+        closes += [end for end in ends if end not in closes]
+        return {**field, "close": closes} if closes else {**field}
 
     def _grammars_of(self, tools: Tools, given: str) -> list[dict[str, Any]]:
         """Of an answer that calls, or that calls or says something."""

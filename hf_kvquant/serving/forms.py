@@ -60,6 +60,10 @@ class Form:
             chunks.append(self.chunk([self._choice(piece.index, self.delta(text), logprobs, reason)], usage))
         return "".join(chunks)
 
+    def gather(self, whole: Piece, piece: Piece) -> None:
+        """Continue one of the answers, which is told in one piece, with what has come."""
+        whole.add(piece)
+
     def choice(self, piece: Piece) -> dict[str, Any]:
         """One of the answers, in one piece."""
         return self._choice(piece.index, self.content(piece.texts), piece.logprobs, piece.reason)

@@ -136,7 +136,7 @@ class Handler:
         for index, echo in enumerate(echoes):
             whole[index].texts.append(echo)
         while (piece := await request.news.get()) is not None:
-            whole[piece.index].add(piece)
+            form.gather(whole[piece.index], piece)
         if request.error is not None:
             raise HTTPException(self._status(request), request.error)
         return form.whole([form.choice(piece) for piece in whole], Usage(num_prompt, _num_new(request)))

@@ -34,6 +34,7 @@ class Piece:
         logprobs: Of its tokens, if the client wants them.
         reason: Why the answer has ended; `None` if it goes on.
         num_tokens: Of the answer so far.
+        steps: The same piece in smaller ones; one for each token where it matters which text a token is of.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Piece:
     logprobs: list[Logprob] | None = None
     reason: str | None = None
     num_tokens: int = 0
+    steps: list[Piece] = dataclasses.field(default_factory=list)
 
     def add(self, later: Piece) -> None:
         """Continue with what came later."""

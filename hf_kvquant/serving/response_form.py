@@ -70,6 +70,8 @@ class ResponseForm(Form):
 
     def chunks(self, piece: Piece, usage: Usage | None = None) -> str:
         """See `Form`."""
+        if piece.steps:
+            return "".join(map(self.chunks, piece.steps))
         self.state.logprobs = _logprobs(piece.logprobs or ())
         told = "".join(map(self._told, piece.texts))
         if piece.reason is not None:
@@ -80,9 +82,12 @@ class ResponseForm(Form):
             self._take_logprobs()
         return told if piece.reason is None else told + self._close()
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        """See `Form`. Items are kept here."""
+    def gather(self, whole: Piece, piece: Piece) -> None:
+        """See `Form`. Items are kept here, since together pieces do not say of which texts their tokens are."""
         self.chunks(piece)
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """See `Form`."""
         return {}
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -133,10 +138,21 @@ class ResponseForm(Form):
                 text = text.lstrip()
             if not text:
                 return ""
+            if self.state.items:
+                self._drop_logprobs_before(text)
             told = self._close() + self._open(kind)
         self.state.items[-1]["content"][0]["text"] += text
         more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": self._take_logprobs()}
         return told + self._of_text(kind, "delta", delta=str(text), **more)
+
+    def _drop_logprobs_before(self, text: str) -> None:
+        """Leave out tokens that come before a text, such as those that end the thoughts."""
+        logprobs, length = self.state.logprobs, 0
+        for number in reversed(range(len(logprobs))):
+            length += len(logprobs[number]["token"])
+            if length >= len(text):
+                self.state.logprobs = logprobs[number:]
+                break
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         """Make the logarithms of probabilities that are left part of the text that goes on."""

@@ -237,15 +237,25 @@ class Writer:
         """
         begin, tokens = self.num_tokens + max(self._num_scored - 1, 0), output.generated_tokens
         logprobs: Any = output.logprobs  # what `batching.sampling.reports` makes of a token, not a number
+        tells_tokens = self._text_of is not None and self._reader is not None
+        ends = range(begin + 1, len(tokens) + 1) if tells_tokens else [len(tokens)]
+        whole, steps = Piece(index, []), []
         try:
-            texts, reason = self.write(tokens[begin:], logprobs[begin:]), None
+            for end in ends:
+                texts = self.write(tokens[begin:end], logprobs[begin:end])
+                steps.append(Piece(index, texts, self.taken_logprobs() if texts else None))
+                begin = end
             if self.is_stopped or output.is_finished():
                 is_complete = self.is_stopped or tokens[-1] in end_tokens
-                texts += self.finish()
+                texts = self.finish()
                 reason = "tool_calls" if self.has_called and is_complete else "stop" if is_complete else "length"
+                steps.append(Piece(index, texts, self.taken_logprobs(), reason))
         except Exception as error:
             raise UnreadableAnswer(error) from error
-        return Piece(index, texts, self.taken_logprobs() if texts or reason else None, reason, self.num_tokens)
+        for step in steps:
+            whole.add(step)
+        whole.num_tokens, whole.steps = self.num_tokens, steps
+        return whole
 
     def taken_logprobs(self) -> list[Logprob] | None:
         """Logprobs of tokens whose text has been passed on since the last time; `None` if there are none to come."""
