@@ -300,7 +300,7 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
     num_sets, tokens = sets_needed(bytes_held(shape, layout)), lengths_held(shape, layout)
     paged = PagedSets.random(shape, layout, num_sets)
     lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
-    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
+    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads, shape.batch)
     plan = ops.split_plan(lengths, num_slots) if shape.batch > 1 else None
     counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
@@ -331,7 +331,7 @@ def time_planned(shape: Shape, preset: str, names: tuple[str, ...], replays: int
     """
     layout = layout_of(preset)
     lengths, starts = bounds_of(shape, lengths_held(shape, layout))
-    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
+    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads, shape.batch)
     plan = ops.split_plan(lengths, num_slots, starts)
     timings, error = time_preset(shape, preset, [names], replays, plan)
     num_sets = sets_needed(bytes_held(shape, layout))

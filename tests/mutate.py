@@ -1956,6 +1956,15 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "csrc/cuda/attend/attend.cuh",
+        (
+            "closes_block = behind < num_rounds;",
+            "closes_block = behind == 0;",
+            "a thread block reads codes of a new block that another one writes",
+            "split_plan",
+        ),
+    ),
+    *of(
         "csrc/cuda/attend/row_view.cuh",
         (
             " && token < dense_from",

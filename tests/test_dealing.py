@@ -73,7 +73,7 @@ def every_device_takes_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             self.takes_split_plan = all(each.is_quantized for each in layout.formats) and not layout.is_ring
 
     monkeypatch.setattr(ops.Operands, "__init__", takes_plans)
-    monkeypatch.setattr(ops, "num_slots_of", lambda device, num_kv_heads: NUM_SLOTS)
+    monkeypatch.setattr(ops, "num_slots_of", lambda device, num_kv_heads, num_sequences: NUM_SLOTS)
     monkeypatch.setattr(dealing, "MIN_SEQUENCES_PER_SLOT", 0)
     monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))

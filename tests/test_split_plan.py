@@ -17,6 +17,7 @@ from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout, Rows
 
 FROZEN = KVFormat("int8", "tensor")
+SLOTS = 33, 300  # of two heads: the first for thread blocks of four warps, the second of two
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -231,7 +232,8 @@ def test_the_kernel_makes_the_plan_of_the_reference(batch: int, most: int) -> No
     ids=lambda lengths: f"{len(lengths)} sequences",
 )
 @pytest.mark.parametrize("is_new", [False, True])
-def test_a_plan_changes_no_more_than_roundings(name: str, lengths: list[int], is_new: bool) -> None:
+@pytest.mark.parametrize("num_slots", SLOTS)
+def test_a_plan_changes_no_more_than_roundings(name: str, lengths: list[int], is_new: bool, num_slots: int) -> None:
     torch.manual_seed(0)
     device, layout = torch.device("cuda"), KVLayout(*PRESETS[name])
     num_pages = -(-max(lengths) // 256)
@@ -245,7 +247,7 @@ def test_a_plan_changes_no_more_than_roundings(name: str, lengths: list[int], is
     query, new = torch.randn(len(lengths), 8, 1, 128, **where), tuple(torch.randn(2, len(lengths), 2, 1, 128, **where))
     counters = ops.new_counters(device)
     results = []
-    num_slots = 33 if len(lengths) < 100 else 2000  # so that the longest sequence is cut
+    num_slots = num_slots if len(lengths) < 100 else 2000  # so that the longest sequence is cut
     for plan in (None, ops.split_plan(held, num_slots), ops.split_plan(held, num_slots)):
         own = planes[0].map(torch.clone), planes[1].map(torch.clone)
         results.append(
@@ -273,7 +275,14 @@ def test_a_plan_changes_no_more_than_roundings(name: str, lengths: list[int], is
 
 
 def planned(
-    layout: KVLayout, lengths: list[int], starts: list[int] | None, *, num_q_heads: int, head_dim: int, is_new: bool
+    layout: KVLayout,
+    lengths: list[int],
+    starts: list[int] | None,
+    *,
+    num_q_heads: int,
+    head_dim: int,
+    is_new: bool,
+    num_slots: int = 33,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a decode over rows side by side gives without a plan and with one, which must repeat and write the same."""
     device, batch, capacity = torch.device("cuda"), len(lengths), -(-max(lengths) // 128) * 128
@@ -290,7 +299,7 @@ def planned(
     query = torch.randn(batch, num_q_heads, 1, head_dim, **where)
     new = tuple(torch.randn(2, batch, 2, 1, head_dim, **where)) if is_new else None
     counters, results, written = ops.new_counters(device), [], []
-    plan = ops.split_plan(held, 33, padding)
+    plan = ops.split_plan(held, num_slots, padding)
     for split_plan in (None, plan, plan):
         own = planes[0].map(torch.clone), planes[1].map(torch.clone)
         options = {"softmax_scale": 0.1, "counters": counters, "starts": padding, "split_plan": split_plan}
@@ -303,7 +312,8 @@ def planned(
 
 
 @CUDA_ONLY
-@pytest.mark.parametrize("head_dim", [128, 96])  # rows of 96 channels have gaps
+@pytest.mark.parametrize("num_slots", SLOTS)
+@pytest.mark.parametrize("head_dim", [128, 96, 256])  # rows of 96 channels have gaps
 @pytest.mark.parametrize("windows", [{}, {"sink_length": 4, "residual_length": 40}], ids=["codes", "windows"])
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(
@@ -311,17 +321,18 @@ def planned(
     [
         ([4000] * 6, [0, 3990, 2000, 4000, 3500, 128]),  # a padded batch; one sequence is padding alone
         ([4096] * 3, [0, 4090, 3000]),  # the new token fills a block of keys
+        ([4136] * 3, [0, 4090, 3000]),  # a block of keys leaves a window of 40 tokens
         ([2000, 5, 128, 1, 700, 1], None),
         ([4000], [3000]),
         ([130] * 40, list(range(40))),
     ],
 )
 def test_rows_side_by_side_take_a_plan(
-    name: str, windows: dict[str, int], head_dim: int, lengths: list[int], starts: list[int] | None
+    name: str, windows: dict[str, int], head_dim: int, lengths: list[int], starts: list[int] | None, num_slots: int
 ) -> None:
-    layout = KVLayout(*PRESETS[name], **windows)
+    layout, options = KVLayout(*PRESETS[name], **windows), {"head_dim": head_dim, "num_slots": num_slots}
     for is_new in (False, True):
-        expected, actual = planned(layout, lengths, starts, num_q_heads=8, head_dim=head_dim, is_new=is_new)
+        expected, actual = planned(layout, lengths, starts, num_q_heads=8, is_new=is_new, **options)
         bound = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
         assert_close(actual, expected.float().cpu(), bound, f"{name}, new token: {is_new}")
 

@@ -26,6 +26,7 @@ struct AttendKernel {
   int head_dim;                  // the largest it serves
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
+  int min_warps;                 // of a thread block: 2 or 4; the plan chooses these, or 4, or kMaxAttendWarps
   int slot_floats;               // of a thread block's partial result
   Storage key;                   // of the keys
   Scales scales;
@@ -44,8 +45,7 @@ struct AttendKernel {
   int fill_scratch_threads, fill_scratch_bytes;  // the latter of shared memory
 };
 
-// Warps of a thread block of the attention kernel: the plan chooses 4 or 8.
-constexpr int kMinAttendWarps = 4, kMaxAttendWarps = 8;
+constexpr int kMaxAttendWarps = 8;   // of a thread block of the attention kernel
 constexpr int kTailTileTokens = 16;  // tokens of dense windows that a warp takes at a time
 constexpr int kGroupChannels = 32;   // channels of a group in the kernels for groups
 

@@ -464,7 +464,8 @@ class PagedCache(PagedAttentionCache):
         """
         if self.counters is None or group.q_len > 1 or not group.has_past or len(group.lengths) == 1:
             return group
-        num_slots = ops.num_slots_of(self.counters.device, self.allocator.num_key_value_heads)
+        num_heads = self.allocator.num_key_value_heads
+        num_slots = ops.num_slots_of(self.counters.device, num_heads, len(group.lengths))
         return dataclasses.replace(group, split_plan=ops.split_plan(group.lengths, num_slots))
 
     def extend_read_and_write_indices(

@@ -1,8 +1,8 @@
 // Attention of the newest tokens over codes: the kernel. One instantiation serves a pair of storage types, a head dim
 // (64, 128, 256; narrower heads run in the next larger one) and up to kRows query rows.
 //
-// A thread block of four or eight warps takes its share of a unit (schedule.cuh). As in Flash-Decoding, each warp works
-// on its own: it takes one step of every round, copies it through its pipeline (pipeline.cuh) and attends to it
+// A thread block of two, four or eight warps takes its share of a unit (schedule.cuh). As in Flash-Decoding, each warp
+// works on its own: it takes one step of every round, copies it through its pipeline (pipeline.cuh) and attends to it
 // (warp_attention.cuh, or plain_attention.cuh where there are no codes), without barriers. While its first copies are
 // on their way, it attends to tokens of dense windows (tails.cuh). In the end, warps merge through shared memory, and
 // thread blocks through the workspace (combine.cuh).
@@ -103,7 +103,11 @@ __device__ __forceinline__ void copy_token(const DecodeParams& params, const New
 
 // Eight warps run on a multiprocessor, in one thread block or two, with all of its registers, so each has enough
 // independent instructions to hide its own latencies. Twice as many warps of 128 registers were slower (H200, 2026-11:
-// int4 at 64 x 8k 88 % of bandwidth instead of 90 %), and so were four thread blocks of two warps.
+// int4 at 64 x 8k 88 % of bandwidth instead of 90 %), and so were four thread blocks of two warps. But what happens
+// before the first copy and after the last is most of the time of a short sequence, and the smaller thread blocks are,
+// the fewer warps wait for it. So batches of very many sequences get thread blocks of two warps: 424 of 0.5k to 2k
+// tokens take 236 us with int4 instead of 283, 230 with k8v4 instead of 260, and 165 with int4-token instead of 198.
+// Of one warp, int4-token took 4 % less than of two, the others 1 to 3 % (H200, 2026-12).
 //
 // A short call waits for instructions, not for memory: at 1 x 1k tokens, 25 to 28 % of the samples of its warps wait
 // for the next instruction, 9 to 10 % for parameters, and hardly any for copies (H200, 2026-11, ncu). It executes some
@@ -114,7 +118,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
            const __grid_constant__ DecodePlan plan, float* workspace) {
   using Pipeline = typename Shape::StepPipeline;
   using Attention = std::conditional_t<Shape::kIsPlain, PlainAttention<Shape>, WarpAttention<Shape>>;
-  constexpr int kRowsOfWarp = Shape::kRows / kMinAttendWarps;  // at most; fewer with more warps
+  constexpr int kRowsOfWarp = Shape::kRows / Shape::kMinWarps;  // at most; fewer with more warps
   extern __shared__ __align__(128) unsigned char memory[];
   unsigned char* planes = memory;
   float* factors = reinterpret_cast<float*>(memory + Shape::kFactorsAt);
@@ -157,14 +161,17 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   // --- start copying; a new token is written by the warp of its step, before that step is copied
   const Span span = find_rounds<Pipeline::kStepTokens>(params, plan, bounds, segment);
   Held held = plan.appends ? find_held<Pipeline::kStepTokens>(params, plan, bounds, segment) : Held{};
-  // In granularity channel, the one new token may make a block leave the window, so that it gets codes. Its steps are in
-  // one round, so of one thread block.
+  // In granularity channel, the one new token may make a block leave the window, so that it gets codes. Each thread
+  // block that has some of its rounds quantises all of it: they write the same, and none waits for another.
   const int block_end = held.end - params.residual_length;
   bool closes_block =
       Shape::kIsBlocked && held.begin < held.end && block_end > bounds.tail_from && block_end % kBlockSize == 0;
   if (closes_block) {
     held.first_step = step_of<Pipeline::kStepTokens>(block_end - kBlockSize);
-    closes_block = share_of_step(plan, segment, held.first_step) == segment.share;
+    const int num_rounds = max(kBlockSize / Pipeline::kStepTokens >> plan.warps_log2, 1);
+    int behind = segment.share - share_of_step(plan, segment, held.first_step);
+    if (behind < 0) behind += segment.splits.value;
+    closes_block = behind < num_rounds;
   }
   if (!segment.has_rounds() && !held.is_own && !closes_block) return;
   const int first_step = segment.first_step + warp;
@@ -316,7 +323,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   __syncwarp();
   attention.share(reinterpret_cast<float*>(stages), sums + warp * Shape::kRows);
   __syncthreads();
-  Combine<Shape::kRows, Shape::kHeadDim, Shape::kIsPaged>::merge(
+  Combine<Shape::kRows, Shape::kHeadDim, Shape::kMinWarps, Shape::kIsPaged>::merge(
       params, plan, segment, reinterpret_cast<const float*>(pipelines), num_stages * Pipeline::kStageBytes / 4,
       Shape::kOutputStride, sums, constants, workspace);
 }

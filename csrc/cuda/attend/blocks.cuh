@@ -7,8 +7,8 @@
 // and the scales.
 //
 // Tokens of the unfinished block have no codes: their keys are dense in the tail and are read from there, for the query
-// as it came. They take at most four steps, so each warp has at most one of these, its last. (Where values are dense
-// too, in a window of the newest tokens, the block ends before that window: tails.cuh.) Where a block was finished
+// as it came. They take at most four steps of 32 tokens, the last ones of their warps. (Where values are dense too, in
+// a window of the newest tokens, the block ends before that window: tails.cuh.) Where a block was finished
 // between two queries of a call, those before read it from the tail and those behind as codes: its steps do both.
 //
 // Tried and no faster (H200, 2026-11). The query is scaled for the 32 tokens of each step, though a block has 128: 72 of
@@ -34,21 +34,25 @@ class Blocks {
                 "a step of the tail is in consecutive rows");
 
  public:
-  // Prefetches a warp's rows of the tail, for tokens `begin` ... `end` - 1 that are in its step.
+  // Prefetches a warp's rows of the tail, for tokens `begin` ... `end` - 1 that are in its steps.
   static __device__ __forceinline__ void expect_tail(const DecodeParams& params, const DecodePlan& plan,
                                                      const Segment& segment, int begin, int end, int warp, int lane) {
     constexpr int kLineBytes = 128, kLines = (Shape::kHeadDim * 2 + kLineBytes - 1) / kLineBytes;
     const int num_warps = 1 << plan.warps_log2, first = begin / Pipeline::kStepTokens;
-    const int step = first + ((warp - first) & (num_warps - 1)), token = step * Pipeline::kStepTokens + lane;
-    if (token >= end || lane >= Pipeline::kStepTokens || share_of_step(plan, segment, step) != segment.share) return;
     const Side& side = params.key_side;
     const int slot = tail_slot<Shape::kIsPaged>(plan, segment.b);
-    const char* row =
-        static_cast<const char*>(side.tail) + 2 * (slot * side.tail_stride_b + segment.h * side.tail_stride_h +
-                                                   (params.sink_length + token % side.ring) * side.tail_stride_t);
-    for_all<kLines>([&](int line) {
-      if (line * kLineBytes < 2 * side.head_dim) prefetch(row + line * kLineBytes);
-    });
+#pragma unroll 1
+    for (int step = first + ((warp - first) & (num_warps - 1)); step * Pipeline::kStepTokens < end; step += num_warps) {
+      const int token = step * Pipeline::kStepTokens + lane;
+      const bool has_token = token < end && lane < Pipeline::kStepTokens;
+      if (!has_token || share_of_step(plan, segment, step) != segment.share) continue;
+      const char* row =
+          static_cast<const char*>(side.tail) + 2 * (slot * side.tail_stride_b + segment.h * side.tail_stride_h +
+                                                     (params.sink_length + token % side.ring) * side.tail_stride_t);
+      for_all<kLines>([&](int line) {
+        if (line * kLineBytes < 2 * side.head_dim) prefetch(row + line * kLineBytes);
+      });
+    }
   }
 
   // `plain_query`: as write_plain_row leaves it. `first_of_tail`: the first token that some query reads from the tail;

@@ -7,6 +7,8 @@
 // result does not depend on which one that is.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/codes.cuh"
 #include "schedule.cuh"
 
@@ -114,11 +116,11 @@ struct Output {
 
 // Merges the warps of a thread block, and in the last one all parts. Loads that wait for memory are all issued at once,
 // since nothing else is left to do.
-template <int kRows, int kHeadDim, bool kIsPaged>
+template <int kRows, int kHeadDim, int kMinWarps, bool kIsPaged>
 class Combine {
   using Slot = Partial<kRows, kHeadDim>;
   static constexpr int kQuads = kHeadDim / 4, kAllItems = kRows * kQuads;  // of four channels
-  static constexpr int kMinThreads = kMinAttendWarps * kLanes;
+  static constexpr int kMinThreads = kMinWarps * kLanes;
   static constexpr int kItems = (kAllItems + kMinThreads - 1) / kMinThreads;  // per thread, at most
   static constexpr int kAtOnce = kItems >= 8 ? 2 : 16 / kItems;               // parts
 
@@ -140,20 +142,26 @@ class Combine {
       if (!output.exists()) return;
       float maximum = -INFINITY, sum = 0.f;
       float4 total = {};
-      // Four warps at a time, so that most is known at compile time.
-#pragma unroll 1
-      for (int first = 0; first < 1 << plan.warps_log2; first += kMinAttendWarps) {
-        float2 own[kMinAttendWarps];
+      const auto take = [&](auto count, int first) {
+        constexpr int kCount = decltype(count)::value;
+        float2 own[kCount];
         const float before = maximum;
-        for_all<kMinAttendWarps>([&](int i) {
+        for_all<kCount>([&](int i) {
           own[i] = sums[(first + i) * kRows + row];
           maximum = fmaxf(maximum, own[i].x);
         });
         scale(total, sum, exp2_below(before, maximum));
-        for_all<kMinAttendWarps>([&](int i) {
+        for_all<kCount>([&](int i) {
           add(total, sum, own[i],
               *reinterpret_cast<const float4*>(values + (first + i) * warp_stride + row * row_stride + c), maximum);
         });
+      };
+      // Four warps at a time, so that most is known at compile time. All kernels do it like this, for the same bits.
+      if (kMinWarps < 4 && plan.warps_log2 == 1) {
+        take(std::integral_constant<int, 2>(), 0);
+      } else {
+#pragma unroll 1
+        for (int first = 0; first < 1 << plan.warps_log2; first += 4) take(std::integral_constant<int, 4>(), first);
       }
       if (is_whole) {
         output.write(total, maximum, sum);

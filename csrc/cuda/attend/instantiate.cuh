@@ -17,6 +17,7 @@ AttendKernel kernel_of() {
           Shape::kHeadDim,
           Shape::kRows,
           Shape::StepPipeline::kStepTokens,
+          Shape::kMinWarps,
           static_cast<int>(Partial<Shape::kRows, Shape::kHeadDim>::kFloats),
           Shape::kKey,
           Shape::kScales,

@@ -136,7 +136,7 @@ Scratch scratch_of(const DecodeParams& params, const AttendKernel& kernel) {
           static_cast<int>(std::min<int64_t>(kMaxScratchBytes / bytes_of_head, INT32_MAX))};
 }
 
-bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {
+bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles) {
   const bool is_blocked = kernel.scales == Scales::blocks;
   if (new_tokens == nullptr || num_row_tiles > 1) return false;
   if (new_tokens->q_len > (is_blocked ? kMaxAppendedToBlock : kMaxAppended)) return false;
@@ -150,8 +150,6 @@ bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int6
   const int num_written = is_blocked && window == 0 ? kBlockSize : window;
   const bool has_slack = std::max(new_tokens->key_side.ring, new_tokens->value_side.ring) > num_written;
   if (has_slack && new_tokens->q_len > window) return false;
-  // Tokens that share the scale of a channel must be in one round.
-  if (is_blocked && kernel.step_tokens * num_warps % kBlockSize != 0) return false;
   if (kernel.has_pairs && !are_pairs(*new_tokens)) return false;
   const auto is_own = [](const Side& side) { return !side.is_frozen && !side.is_shared_by_heads; };
   const Side &keys = new_tokens->key_side, &values = new_tokens->value_side;

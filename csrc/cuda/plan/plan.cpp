@@ -242,7 +242,8 @@ DecodePlan plan_attend(const Call& call, std::string* why_not) {
   const int64_t steps = std::max(1, (most_tokens(params) + kernel.step_tokens - 1) / kernel.step_tokens);
   // A Divisor assigns rounds to splits. With many splits, positions in a ring would go beyond its range, so a ring has
   // fewer; it has too few rows to need more.
-  const int64_t rounds = (int64_t{plan.max_length} + kernel.step_tokens - 1) / kernel.step_tokens / kMinAttendWarps + 1;
+  const int64_t all_steps = (int64_t{plan.max_length} + kernel.step_tokens - 1) / kernel.step_tokens;
+  const int64_t rounds = all_steps / kernel.min_warps + 1;
   const int64_t most_splits = params.is_ring ? INT32_MAX / rounds : INT32_MAX;
   const int64_t wanted_splits = std::min<int64_t>(params.num_splits, most_splits);
   const bool is_planned = params.split_plan != nullptr && num_row_tiles == 1;
@@ -250,11 +251,13 @@ DecodePlan plan_attend(const Call& call, std::string* why_not) {
   // as for a batch of one.
   const int64_t planned_units = wanted_splits > 0 ? num_row_tiles * params.num_kv_heads : num_units;
   const Device device = current_device();
-  const Cut cut = is_planned ? planned_cut(kernel, device)
+  const int num_slots = std::max(0, params.num_planned - params.batch);
+  const bool is_fine = cuda::is_fine(device, int64_t{num_slots} * params.num_kv_heads);
+  const Cut cut = is_planned ? planned_cut(kernel, device, is_fine)
                              : choose_cut(kernel, device, planned_units, steps, wanted_splits, most_splits);
   if (cut.splits == 0) {
     if (why_not != nullptr) {
-      *why_not = wanted(std::to_string(bytes_needed(kernel, kMinAttendWarps, kernel.min_stages)) +
+      *why_not = wanted(std::to_string(bytes_needed(kernel, kernel.min_warps, kernel.min_stages)) +
                             " bytes of shared memory for a thread block",
                         device.bytes_per_cta);
     }
@@ -263,11 +266,11 @@ DecodePlan plan_attend(const Call& call, std::string* why_not) {
   const Occupancy occupancy = occupancy_of(kernel, cut.num_warps, device);
   plan.num_stages = occupancy.num_stages;
   plan.may_overlap = occupancy.may_overlap;
-  plan.warps_log2 = cut.num_warps == kMinAttendWarps ? 2 : 3;
+  for (plan.warps_log2 = 0; 1 << plan.warps_log2 < cut.num_warps;) ++plan.warps_log2;
   plan.shared_bytes = shared_bytes(kernel, device, occupancy, cut);
   plan.has_dense_tokens = params.sink_length + params.residual_length > 0;
   plan.plain_query_at = bytes_needed(kernel, cut.num_warps, plan.num_stages) - extras.plain_query;
-  plan.appends = can_append(kernel, call.new_tokens, num_row_tiles, cut.num_warps);
+  plan.appends = can_append(kernel, call.new_tokens, num_row_tiles);
   // Limits of the grid and of Divisors: thread blocks of a head and rounds of steps by splits, rows by heads of a
   // group.
   const int64_t ctas_of_head = num_row_tiles * cut.splits;
@@ -282,16 +285,13 @@ DecodePlan plan_attend(const Call& call, std::string* why_not) {
   plan.ctas_of_head = static_cast<int>(ctas_of_head);
   if (is_planned) {
     plan.split_plan = params.split_plan, plan.num_planned = params.num_planned;
-    plan.num_slots = std::max(0, params.num_planned - params.batch);
-    // Thread blocks with shares of one length start and end together, and nothing is read meanwhile. So where reading
-    // takes the time, and many shares follow each other, long ones and short ones take turns: 424 requests of 0.5k to
-    // 2k tokens with int8 take 278 us instead of 309, and with k8v4 280 instead of 289. With int4, instructions take
-    // the time, and warps that execute the same ones find them in the cache: in turns it takes 330 us instead of 284
-    // (H200, 2026-11).
-    constexpr int64_t kManyWaves = 8;
-    const Storage key = params.key_side.storage, value = params.value_side.storage;
-    const bool is_wide = key == Storage::none || bits_of(key) + bits_of(value) > 8;
-    plan.mixes_shares = is_wide && num_units >= kManyWaves * cut.ctas_per_multiprocessor * device.num_multiprocessors;
+    plan.num_slots = num_slots;
+    // Thread blocks with shares of one length start and end together, and nothing is read meanwhile. So where very many
+    // follow each other, long and short ones take turns: 424 requests of 0.5k to 2k tokens take 230 us with k8v4, and
+    // else 250; with int8 272, and else 288. Scales of channels or groups take so many instructions that it is better
+    // if warps execute the same ones and find them in the cache: int4 takes 257 us in turns, and else 236. `none` is at
+    // the limit of memory either way (H200, 2026-12).
+    plan.mixes_shares = is_fine && kernel.scales == Scales::rows && kernel.key != Storage::none;
     plan.num_counters = int64_t{plan.num_slots} * params.num_kv_heads;
     plan.workspace_floats = plan.num_counters * kernel.slot_floats;
   } else if (cut.splits > 1) {

@@ -33,8 +33,8 @@ int most_copies(const DecodeParams& params);
 bool has_chunk_code(const AttendKernel& kernel, const Device& device);
 
 // Whether the attention kernel can quantise the new tokens itself. It must support their formats in full, and a single
-// thread block must see all values that share a scale and all queries of a head. `new_tokens` nullptr: there are none.
-bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps);
+// thread block must see all queries of a head. `new_tokens` nullptr: there are none.
+bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles);
 
 // How a kernel with a given number of warps per thread block runs on a GPU.
 struct Occupancy {
@@ -64,8 +64,12 @@ int shared_bytes(const AttendKernel& kernel, const Device& device, const Occupan
 Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps, int64_t splits,
                int64_t most_splits);
 
+// Whether a split plan of at most `num_shares` shares of all heads was made for the smallest thread blocks, of which
+// twice as many run at once: see num_slots_of in hf_kvquant/ops/planning.py.
+bool is_fine(const Device& device, int64_t num_shares);
+
 // The cut where a split plan says how sequences are split: many small thread blocks.
-Cut planned_cut(const AttendKernel& kernel, const Device& device);
+Cut planned_cut(const AttendKernel& kernel, const Device& device, bool is_fine);
 
 // What choose_cut does for a chunk kernel, of which one thread block runs on a multiprocessor.
 int64_t choose_chunk_splits(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps);
