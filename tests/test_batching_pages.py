@@ -337,7 +337,7 @@ def test_what_we_override_is_there_with_the_same_parameters() -> None:
         "Runner": {"_states", "_choosing", "_graph_to_follow", "max_requests", "forget_graphs", "grammars"}
         | {"_decode_group", "_request_of", "_sequences_of", "_prepare_rope"},
         "PagedCache": {"room", "allocator", "planned", "get_seq_length", "forget_pages", "_sectors_of"}
-        | {"pages_of_a_state", "most_requests", "slots", "_blocks_to_take_over", "sectors_for", "_shares"},
+        | {"pages_of_a_state", "most_requests", "_blocks_to_take_over", "sectors_for", "_shares"},
         "SlotAllocator": {"slot_of"},
         "StateAllocator": {"take", "copy_slot", "read_trash_slot", "write_trash_slot"},
         "TailAllocator": {"take_over", "_give_sinks"},

@@ -340,6 +340,7 @@ class PagedCache(PagedAttentionCache):
     Attributes:
         tails: Gives out the slots for tails; `None` if no layer has one.
         states: Gives out the slots for states; `None` likewise.
+        slots: These two, as far as there are any. A request has a slot of each.
         snapshots: States at the end of prefixes; `None` if no layer has a state, or nothing is shared.
         groups: The requests of the present forward.
         sequences: The same in one row, for layers with a state; `None` where all of them decode, or no layer has one.
@@ -385,6 +386,7 @@ class PagedCache(PagedAttentionCache):
             self.cache_allocators[STATES] = self.states
         blocks_per_sector = self.bytes_per_sector // allocator.bytes_per_block
         self.tokens_per_sector = blocks_per_sector * allocator.tokens_per_page
+        self.slots: list[SlotAllocator] = [each for each in (self.tails, self.states) if each is not None]
         sizes = PageMemory(
             states,
             self.device,
@@ -427,11 +429,6 @@ class PagedCache(PagedAttentionCache):
         return num_sectors * self.tokens_per_sector
 
     @property
-    def slots(self) -> list[SlotAllocator]:
-        """The allocators of slots, of which a request has one each."""
-        return [each for each in (self.tails, self.states) if each is not None]
-
-    @property
     def pages_of_a_state(self) -> float:
         """Blocks of pages that take as much memory as the slot of a request; 0 if no layer has a state."""
         return 0.0 if self.states is None else self.states.bytes_per_block / self.allocator.bytes_per_block
@@ -455,6 +452,14 @@ class PagedCache(PagedAttentionCache):
         needs = [num_blocks * self.allocator.bytes_per_block]
         needs += [num_requests * each.bytes_per_block for each in self.slots]
         return sum(-(-num_bytes // self.bytes_per_sector) for num_bytes in needs)
+
+    def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
+        """See `PagedAttentionCache`. Nearly all steps of a request find room in what it has, and allocate nothing."""
+        name, pages = state.request_id, self.allocator
+        room = len(pages.block_table.get(name, ())) * pages.tokens_per_page
+        if state.current_len() + request_len <= room and all(name in each.block_table for each in self.slots):
+            return True
+        return bool(super().can_store_request_tokens(state, request_len, dry_run))
 
     def planned(self, group: Group) -> Group:
         """A group, with a split plan if the GPU's kernel for single tokens serves it.

@@ -63,6 +63,9 @@ class TailAllocator(SlotAllocator):
         super().allocate_cache_to_request(request_id, past_length, query_length)
         self._give_sinks(request_id)
 
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """Write nothing: the row of a request's pages begins with its slot."""
+
     def _give_sinks(self, request_id: str) -> None:
         if request_id in self._sinks_of and request_id in self.block_table:
             assert self.sinks is not None
