@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from . import ops
@@ -27,14 +27,16 @@ from .common.tables import html, plain, table_of
 from .config import KVQuantConfig, LayerFormats
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
+from .generate.hook import config_for
+from .generate.watch import why_other
 from .models.latent import head_dims_of, latent_sizes
 from .models.layers import count_layers, layer_devices, named_types, shared_layers
-from .models.parts import generating_parts
+from .models.parts import generating_parts, stand_ins
 from .models.rounding import rounded
 from .models.text_config import check_is_model, text_config_of
 from .patching import why_dense
 from .preflight.result import measured, name_of
-from .state import notes_on, patch_of
+from .state import Patch, notes_on, patch_of
 
 WHERE = "report"
 TRANSFORMERS = "transformers' own cache"
@@ -88,8 +90,9 @@ class Report:
         cost: What the config costs in quality, in words, if a pre-flight of this process has measured it on the model,
             and what calibration has gained; empty if neither is known.
         environment: What is installed, as `hf-kvquant env` shows it.
-        unused: Why the last call of `generate` used no cache of this package although it should have; empty if it did,
-            or was asked to use another. The layers are then reported as that call left them.
+        unused: Why the last call of `generate` used no cache of this package although it should have, or why the next
+            one will not: the generation config asks for another cache. Empty if neither holds. The layers are then
+            reported as such a call leaves them.
         chose_other: Whether the last call asked for another cache, or for none, which the layers do not describe.
         unpatched_parts: The parts of the model that generate over caches of their own, which are not quantised.
         rounding: What the checkpoint's own scales do to keys and values before the cache gets them; empty for nothing.
@@ -159,11 +162,13 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
     Args:
         model: A patched model, before or after it has generated; or any model, with a cache.
         cache: One that was passed to the model, or that `generate` returned, also in an `EncoderDecoderCache`. `None`
-            reports on the config that the model was patched with, and on all its calls of `generate` since.
+            reports on the cache that `generate` makes by itself, and on all its calls since the model was patched. Its
+            config is the one that the model was patched with, unless the model's generation config asks for another.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: The model is not patched and there is no cache, or the cache is for another model.
+        TypeError, ValueError: `generate` refuses the model's generation config.
 
     Example:
         >>> hf_kvquant.patch(model, "int4")
@@ -176,11 +181,11 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             f"{WHERE}: `cache` must be a KVQuantCache or None, got {type(cache).__name__}. "
             "Other caches hold no codes: leave it out."
         )
-    patch = patch_of(model)
+    patch, unused = patch_of(model), ""
     if cache is not None:
         config = cache.quant_config
     elif patch is not None:
-        config = patch.config
+        config, unused = _next_cache(model, patch)
     else:
         raise ValueError(
             f"{WHERE}: `model` must be patched or come with a cache, got an unpatched {type(model).__name__} alone. "
@@ -190,8 +195,6 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
     if cache is not None:
         check_layers(WHERE, "cache", cache.num_layers, count_layers(text_config))
     others, shared, names = other_caches(model, config), shared_layers(text_config), named_types(text_config)
-    why = None if cache is not None else notes_on(model).why_unquantized
-    unused = "" if why is None else f"the last call of generate used no cache of hf_kvquant: {why}"
     if unused:
         others |= dict.fromkeys(range(len(names)), unused)
     devices, quantized = layer_devices(model), formats_of(text_config, config)
@@ -243,6 +246,21 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         rounding=_rounding(model),
         scratch_bytes=_scratch_bytes(layers),
     )
+
+
+def _next_cache(model: PreTrainedModel, patch: Patch) -> tuple[KVQuantConfig, str]:
+    """The config of the cache that `generate` makes by itself, and why it makes none of ours; empty if it does."""
+    generating = next(iter(stand_ins(model).values()), model)
+    config: KVQuantConfig | None = patch.config
+    prepare: Any = GenerationMixin._prepare_generation_config  # those of some models change the model
+    if isinstance(generating, GenerationMixin):
+        config = config_for(generating, prepare(generating, None)[0])
+    why = notes_on(model).why_unquantized
+    if why is not None:
+        return config or patch.config, f"the last call of generate used no cache of hf_kvquant: {why}"
+    if config is None:
+        return patch.config, f"generate uses no cache of hf_kvquant: {why_other(generating)}"
+    return config, ""
 
 
 def _scratch_bytes(layers: Sequence[LayerReport]) -> int:

@@ -209,6 +209,26 @@ def test_kinds_of_caches(config: dict[str, Any], kind: str, monkeypatch: pytest.
         assert report(model, KVQuantCache(model.config, "int4-token", max_cache_len=64)).cache == "static"
 
 
+def test_the_preset_is_that_of_the_generation_config() -> None:
+    """It is what `generate` takes, whatever the model was patched with."""
+    model = models.build("llama")
+    model.generation_config.cache_implementation = "quantized"
+    model.generation_config.cache_config = {"backend": "hf_kvquant", "preset": "int4-token", "static": True}
+    hf_kvquant.patch(model, "int8")
+    for _ in range(2):
+        assert found(model) == [("int4-token", KERNEL["cpu"], "")] * 2 and report(model).cache == "static"
+        cache = cache_of(greedy(model, left_padded(), disable_compile=True))
+        assert report(model, cache).layers == report(model).layers
+    model.generation_config.cache_config = {"backend": "hf_kvquant"}
+    assert report(model).layers[0].formats == "int8"
+    model.generation_config.cache_config = {"backend": "hfkvquant"}
+    with pytest.raises(ValueError, match="generate: `backend` in cache_config must be 'hf_kvquant'"):
+        report(model)
+    model.generation_config.cache_config = None
+    model.generation_config.cache_implementation = "hybrid"  # transformers leaves it out
+    assert report(model).layers[0].formats == "int8" and not report(model).unused
+
+
 # --- where there are no kernels ---------------------------------------------------------------------------------------
 
 

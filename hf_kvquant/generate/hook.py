@@ -104,9 +104,9 @@ def prepare_cache(
     if generation_config.is_assistant and patch_of(model) is not None:
         _drop_guessed_mask(generation_config, model_kwargs)
     _check_given(call)
-    config = _config_of(call)
+    given = model_kwargs.get(CACHE)
+    config = None if given is not None else config_for(model, generation_config)
     if config is None:
-        given = model_kwargs.get(CACHE)
         note_cache(model, decoder_cache(given))
         pair = croppable(given)
         if pair is not None:
@@ -224,15 +224,16 @@ def asks_for_us(generation_config: Any) -> bool:
     return bool(backend == BACKEND)
 
 
-def _config_of(call: _Call) -> KVQuantConfig | None:
-    """The config of the cache that a call asks for, or `None` if it does not ask for one of ours."""
-    if call.inputs.get(CACHE) is not None or call.options.use_cache is False:
+def config_for(model: PreTrainedModel, generation_config: Any) -> KVQuantConfig | None:
+    """The config of the cache that a generation config asks for, or `None` if it does not ask for one of ours."""
+    if generation_config.use_cache is False:
         return None
-    patch = patch_of(call.model)
-    if asks_for_us(call.options):
-        options = {key: value for key, value in call.options.cache_config.items() if key not in ("backend", "config")}
+    patch = patch_of(model)
+    if asks_for_us(generation_config):
+        given = generation_config.cache_config
+        options = {key: value for key, value in given.items() if key not in ("backend", "config")}
         return KVQuantConfig.from_dict(options) if options or patch is None else patch.config
-    return None if patch is None or call.options.cache_implementation is not None else patch.config
+    return None if patch is None or generation_config.cache_implementation is not None else patch.config
 
 
 def _check_given(call: _Call) -> None:

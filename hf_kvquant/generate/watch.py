@@ -102,7 +102,7 @@ def note_cache(model: PreTrainedModel, cache: KVQuantCache | None) -> None:
         if cache is not None:
             call.caches.append(cache)
         elif not call.caches:
-            call.why_other = _why_other(model)
+            call.why_other = why_other(model)
 
 
 def _is_choice(inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> bool:
@@ -112,7 +112,7 @@ def _is_choice(inputs: Any = None, generation_config: Any = None, *args: Any, **
     return options.get("use_cache") is False or any(options.get(name) is not None for name in names)
 
 
-def _why_other(model: PreTrainedModel) -> str:
+def why_other(model: PreTrainedModel) -> str:
     """Why a call that does not ask for another cache gets one: checkpoints come with settings, too."""
     settings: Any = getattr(model, "generation_config", None)
     if getattr(settings, "use_cache", None) is False:

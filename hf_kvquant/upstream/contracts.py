@@ -85,6 +85,7 @@ CONTRACTS = (
         f"input_ids {CACHE} attention_mask",
         "original_max_position_embeddings",
     ),
+    Contract("report.py", f"{_GENERATE}._prepare_generation_config", "generation_config"),
     Contract("models/layers.py", f"{_GENERATE}._supports_default_dynamic_cache"),
     Contract("models/layers.py", "transformers.cache_utils.get_layer_types_and_kwargs", "config"),
     Contract("models/text_config.py", "transformers.PreTrainedConfig.get_text_config", "decoder"),
