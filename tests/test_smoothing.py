@@ -681,6 +681,32 @@ def test_a_smoothed_model_can_be_copied(tmp_path: Path) -> None:
     assert smoothing.is_smoothed(model)
 
 
+@pytest.mark.parametrize("copied", [lambda config: config, copy.deepcopy], ids=["the same config", "a copy"])
+def test_a_config_does_not_mark_another_model(copied: Callable[[Any], Any], tmp_path: Path) -> None:
+    model = with_outliers()
+    weights = snapshot(model)
+    before = type(model)(copied(model.config)).eval()
+    smooth(model)
+    after = type(model)(copied(model.config)).eval()
+    for other in (before, after):
+        assert not smoothing.is_smoothed(other)
+        with pytest.raises(ValueError, match=r"unsmooth: `model` must be smoothed, got a LlamaForCausalLM that is not"):
+            unsmooth(other)
+    after.load_state_dict(model.state_dict())
+    assert smoothing.is_smoothed(after), "its weights are"
+    assert smoothing.is_smoothed(model.model), "it has them, too"
+    before.load_state_dict(weights)
+    smooth(before, candidates=(0.5,))
+    model.save_pretrained(tmp_path)
+    unsmooth(model)
+    assert_weights(model, weights)
+    assert not smoothing.is_smoothed(model) and smoothing.is_smoothed(before)
+    unsmooth(before)
+    assert_untouched(before, weights)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).half()
+    assert smoothing.is_smoothed(loaded), "whatever became of its weights"
+
+
 def test_unsmooth_refuses_what_is_not_smoothed_or_has_changed() -> None:
     model = with_outliers()
     with pytest.raises(ValueError, match=r"unsmooth: `model` must be smoothed, got a LlamaForCausalLM that is not"):

@@ -42,6 +42,18 @@ logger = logging.getLogger(__name__)
 CONFIG_KEY = "hf_kvquant_smoothing"  # set in the model's config, so a saved checkpoint is known to be smoothed
 
 
+class _Mark(dict[str, str]):
+    """The mark that a config gets in this process, which other models may share. Of a checkpoint, it is a plain `dict`.
+
+    Attributes:
+        parameters: The tensors that the hash is of.
+    """
+
+    def __init__(self, folded_hash: str, parameters: tuple[str, ...]) -> None:
+        super().__init__(folded_hash=folded_hash)
+        self.parameters = parameters
+
+
 @dataclasses.dataclass(frozen=True)
 class _State:
     result: SmoothingResult
@@ -190,7 +202,8 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
             )
         Folding(model, state.layouts, state.result.originals).undo(folded)
         assert hash_of(model, state.result.parameters) == state.result.original_hash
-        delattr(model.config, CONFIG_KEY)
+        if getattr(model.config, CONFIG_KEY, None) == {"folded_hash": state.result.folded_hash}:  # not another model's
+            delattr(model.config, CONFIG_KEY)
         keep_folded(model, WHERE, ())
     # Centres that were set in place of calibrated ones are dropped, too.
     given = state.before.centers if state.result.centers() else _times(transforms_of(model).centers, folded)
@@ -266,8 +279,17 @@ def _fitting_layouts(
 
 
 def is_smoothed(model: PreTrainedModel) -> bool:
-    """Whether the model was calibrated in this process, or its config says that factors are folded into its weights."""
-    return smoothing_of(model) is not None or getattr(model.config, CONFIG_KEY, None) is not None
+    """Whether the model was calibrated in this process, or its config says that factors are folded into its weights.
+
+    A config that was marked in this process says so of models with the weights that smoothing left.
+    """
+    mark = getattr(model.config, CONFIG_KEY, None)
+    if smoothing_of(model) is not None or not isinstance(mark, _Mark):
+        return smoothing_of(model) is not None or mark is not None
+    try:
+        return hash_of(model, mark.parameters) == mark["folded_hash"]
+    except AttributeError:
+        return True  # a part of the marked model, whose tensors have other names
 
 
 def smoothing_of(model: PreTrainedModel) -> _State | None:
@@ -307,7 +329,7 @@ def _install(
         before = dataclasses.replace(before, centers=_times(before.centers, folded))
     keep(model, smoothing=_State(result, layouts, before))
     if folded:
-        setattr(model.config, CONFIG_KEY, {"folded_hash": result.folded_hash})
+        setattr(model.config, CONFIG_KEY, _Mark(result.folded_hash, result.parameters))
     if folded and not is_known:
         # Adapters for a checkpoint that was smoothed before are of that checkpoint, so they fit.
         keep_folded(model, WHERE, (side.name for layout in layouts.values() for side in (layout.key, layout.query)))
