@@ -653,6 +653,24 @@ def test_settings_of_the_model_that_would_be_dropped_leave_no_files(batch: Batch
     assert sorted(path.name for path in batch.source.parent.iterdir()) == ["in.jsonl", "model"]
 
 
+def test_a_cache_that_the_checkpoint_asks_for_is_left_out(batch: Batch) -> None:
+    batch.write(*prompts(2))
+    batch.run()
+    expected, path = batch.lines(), batch.source.parent / "model"
+    shutil.copytree(batch.model, path)
+    config = path / "generation_config.json"
+    asked = {"cache_implementation": "quantized", "cache_config": {"backend": "quanto", "nbits": 4}}
+    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), **asked}), encoding="utf-8")
+    batch.model, batch.output = str(path), batch.output.with_name("other.jsonl")
+    code, _, error = batch.run()
+    assert code == 0 and {line: each["text"] for line, each in batch.lines().items()} == {
+        line: each["text"] for line, each in expected.items()
+    }
+    names = "`cache_implementation`, `cache_config`"
+    why = "is left out: --preset says what the cache is."
+    assert f"hf-kvquant: batch: {names} in the generation config of {path} {why}\n" in error
+
+
 def test_wrong_files(batch: Batch) -> None:
     code, _, error = batch.run()
     assert code == 2 and "`IN` must be a file of JSON lines, got " in error and "No such file" in error

@@ -240,6 +240,22 @@ def test_settings_of_the_model_that_would_be_dropped(
     assert error.count("\n") == 1
 
 
+def test_a_cache_that_the_checkpoint_asks_for_is_left_out(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_kvquant.serving.server.Server.serve", _serve_nothing)
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    config = path / "generation_config.json"
+    asked = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
+    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), **asked}), encoding="utf-8")
+    sizes = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0", "--device", "cpu")
+    assert cli.main(["serve", str(path), *sizes]) == 0
+    names = "`cache_implementation`, `cache_config`"
+    why = "is left out: --preset says what the cache is."
+    assert f"hf-kvquant: serve: {names} in the generation config of {path} {why}\n" in capsys.readouterr().err
+
+
 def test_a_preset_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     narrow = models.save(models.build("llama", head_dim=40), tmp_path / "narrow")
     assert cli.main(["serve", narrow, "--preset", "int4-g32", "--port", "0", "--device", "cpu"]) == 2

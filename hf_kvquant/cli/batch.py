@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> None:
     tell_one_process("batch")
     model, tokenizer = loading.load_placed(args, default_device=this_process_device())
     load_calibration(model, args.model)
+    loading.set_caches_aside(model, args)
     defaults = defaults_of(args, model.generation_config)
     generation_config = generation_config_of(model, defaults)
     work = Work(model, tokenizer, args.model, args.preset, config, defaults, generation_config, batching)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +24,7 @@ from .loading import load_calibration, read_text
 # What a checkpoint's generation config may ask for although presets are compared here: a cache of its own, none at all,
 # or more than one text, of which a stream cannot tell.
 _COMPARED = {
-    "cache_implementation": None,
-    "cache_config": None,
+    **loading.OTHER_CACHES,
     "use_cache": True,
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         presets = {name: dataclasses.replace(config, offloading=True) for name, config in presets.items()}
     model, tokenizer = loading.load_placed(args)
     load_calibration(model, args.model)
-    set_aside(model, args.model)
+    loading.set_aside(model, args, _COMPARED, "every preset writes one text")
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
     presets = loading.fitting_configs(model, args, presets)
     console = Console(highlight=False)
@@ -75,18 +73,6 @@ def run(args: argparse.Namespace) -> None:
     more = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)) is not None)
     more += ", offloaded" if args.offloading else ""
     show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{more}")
-
-
-def set_aside(model: PreTrainedModel, name: str) -> None:
-    """Undo what the generation config of a checkpoint asks for against `_COMPARED`. A line on stderr says so."""
-    config, left_out = model.generation_config, []
-    for setting, value in _COMPARED.items():
-        if getattr(config, setting, None) not in (None, value):
-            setattr(config, setting, value)
-            left_out.append(setting)
-    if left_out:
-        why = f"`{'`, `'.join(left_out)}` in the generation config of {name} is left out: every preset writes one text."
-        print(f"hf-kvquant: generate: {why}", file=sys.stderr)
 
 
 def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str) -> None:

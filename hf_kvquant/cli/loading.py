@@ -21,6 +21,9 @@ from ..config import KVQuantConfig
 from ..patching import patched
 from . import messages
 
+# What a checkpoint's generation config may ask for although `--preset` says what the cache is.
+OTHER_CACHES = {"cache_implementation": None, "cache_config": None}
+
 
 def checked_device(name: str | None) -> torch.device:
     """The device that a user names, or the best one there is."""
@@ -152,3 +155,20 @@ def load_calibration(model: PreTrainedModel, name: str) -> None:
     except (NotImplementedError, ValueError) as error:
         # Results are correct without it, but less accurate.
         print(f"hf-kvquant: warning: {path} is ignored. {error}", file=sys.stderr)
+
+
+def set_aside(model: PreTrainedModel, args: argparse.Namespace, settings: Mapping[str, Any], why: str) -> None:
+    """Give the generation config of a checkpoint these settings where it asks for others. A line on stderr says so."""
+    config, left_out = model.generation_config, []
+    for setting, value in settings.items():
+        if getattr(config, setting, None) not in (None, value):
+            setattr(config, setting, value)
+            left_out.append(setting)
+    if left_out:
+        told = f"`{'`, `'.join(left_out)}` in the generation config of {args.model} is left out: {why}."
+        print(f"hf-kvquant: {args.command}: {told}", file=sys.stderr)
+
+
+def set_caches_aside(model: PreTrainedModel, args: argparse.Namespace) -> None:
+    """`set_aside` where all requests share the pages of one preset."""
+    set_aside(model, args, OTHER_CACHES, "--preset says what the cache is")

@@ -20,7 +20,7 @@ from ..common.errors import BadTemplate, ConfigDoesNotFit, UsageError, is_out_of
 from ..common.progress import without_bars
 from ..config import KVQuantConfig
 from . import arguments, messages
-from .loading import check_folder, checked_device, load_calibration, loading, read_text
+from .loading import check_folder, checked_device, load_calibration, loading, read_text, set_caches_aside
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "accelerate", "psutil")
 
@@ -105,6 +105,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
         raise UsageError(f"`--chat-template` must be a Jinja template, got {file}: {error}. Correct it.") from error
     model = models.model
     messages.tell_if_used(model)
+    set_caches_aside(model, args)
     try:
         if not ranks.answers:
             generation = Generation(batching, OpenRequests(Metrics()), args.sample)
