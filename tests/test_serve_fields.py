@@ -9,6 +9,7 @@ import math
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import models
@@ -182,6 +183,40 @@ def test_an_answer_that_begins_with_thoughts(running: Running, monkeypatch: pyte
     deltas = [event["choices"][0]["delta"] for event in events_of(running, CHAT, **body)]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == text
     assert all(not delta.get("content") for delta in deltas)
+
+
+OPENED, OF_QWEN, TEXT = "<think>\n", "<|im_start|>assistant\n", "so</think>it is"
+THOUGHTS = {"content": "it is", "reasoning_content": "so"}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma4"])
+@pytest.mark.parametrize("asked", ["Hi", "<think>", "What does <think> mean? And <tool_call>?"])
+@pytest.mark.parametrize(
+    ("opening", "message"),
+    [
+        (f"<assistant>{OPENED}", THOUGHTS),
+        (f"{OF_QWEN}{OPENED}", THOUGHTS),
+        (f"<|turn>model\n{OPENED}", THOUGHTS),
+        (f"<assistant>{OPENED}\n</think>\n\n", {"content": TEXT}),
+        ("<assistant>", {"content": TEXT}),
+        (OF_QWEN, {"content": TEXT}),
+        ("", {"content": TEXT}),
+    ],
+)
+def test_thoughts_that_the_chat_template_opens(
+    folder: str, model_type: str, asked: str, opening: str, message: dict[str, str]
+) -> None:
+    """Whatever the type of the model, and whatever a user writes."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + opening
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
+    found = chats.Chats(model, tokenizer, Grammars(tokenizer, len(tokenizer), []))
+    prompt = found.tokens_of({"messages": [{"role": "user", "content": asked}]}, None)
+    reader = found.reader(prompt, None)
+    writer = Writer(tokenizer, reader=reader)
+    assert written([*writer.write(tokenizer(TEXT, add_special_tokens=False).input_ids), *writer.finish()]) == message
+    begun = None if reader is None else reader.thoughts_end
+    assert begun == ("</think>" if message is THOUGHTS else None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import _REASONING_FIELDS
 from ..batching.grammars import Grammars, check_installed
 from ..common.errors import BadGrammar, NoGrammars, RefusedRequest
 from .fields import Parameters
-from .reading import CALLS, Reader
+from .reading import CALLS, Reader, pattern_of
 from .structured import grammar_of, written
 from .tools import ToolFormat, Tools, for_template, format_of
 
@@ -22,6 +22,9 @@ _PROBE: dict[str, Any] = {
     "type": "function",
     "function": {"name": "get_time", "description": "Time", "parameters": {"type": "object", "properties": {}}},
 }
+# Of thoughts that a chat template has opened, whatever is known of the model, and the most tokens that this takes.
+_THOUGHTS: dict[str, Any] = {"open": "<think>", "close": "</think>", "content": "text"}
+_MOST_OPENING = 16
 
 
 class Chats:
@@ -82,20 +85,28 @@ class Chats:
     def reader(self, prompt: list[int], tools: Tools | None) -> Reader | None:
         """What reads an answer; `None` if it is plain text. Without tools, what looks like a call stays text."""
         own = get_response_template(self._tokenizer, self._model)
-        fields: Mapping[str, Any] = {"content": {"content": "text"}}
+        fields: dict[str, Any] = {"content": {"content": "text"}}
         template: dict[str, Any] = {"start_anchor_pattern": r"\A"}
+        prefix = ""
         if own is not None:
             fields = {name: field for name, field in own["fields"].items() if name != CALLS}
-            template = {**own}
+        if self._begins_thoughts(prompt):
+            prefix = _THOUGHTS["open"]
+            if all(field.get("open") != prefix for field in fields.values()):
+                fields["reasoning_content"] = _THOUGHTS
+        elif own is not None:
+            text = self._tokenizer.decode(prompt)
+            if pattern_of(own, "start_anchor").search(text):  # without it, the parser would read what users wrote
+                template, prefix = {**own}, text
+        if own is None and tools is None and not prefix:
+            return None
         template["fields"] = {
             name: self._ended(field) if name in {"content", *_REASONING_FIELDS} else field
             for name, field in fields.items()
         }
         if tools is not None:
             template["fields"] = {CALLS: self._calls_field(), **template["fields"]}
-        if own is None and tools is None:
-            return None
-        return Reader(template, "" if own is None else self._tokenizer.decode(prompt), tools)
+        return Reader(template, prefix, tools)
 
     def grammar(self, asked: Parameters, reader: Reader | None) -> str | None:
         """What an answer must match, compiled; `None` for nothing. Takes its time.
@@ -158,6 +169,12 @@ class Chats:
         except (TemplateError, ValueError):  # it takes no such chat, or there is none
             return False
         return bool(prompts[0] != prompts[1])
+
+    def _begins_thoughts(self, prompt: list[int]) -> bool:
+        """Whether a prompt ends with what opens thoughts, and the chat template has it: users may write that, too."""
+        opening = _THOUGHTS["open"]
+        end = self._tokenizer.decode(prompt[-_MOST_OPENING:]).rstrip()
+        return end.endswith(opening) and opening in str(self._tokenizer.chat_template)
 
     def _check_tools(self) -> None:
         if not self._takes_tools:

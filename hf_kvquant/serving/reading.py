@@ -101,18 +101,21 @@ class Reader:
 
         The parser tells the text between only. What ends an answer is no part of it.
         """
-        opening = _pattern(self._fields[CALLS], "open").search(self._written, self._at)
+        opening = pattern_of(self._fields[CALLS], "open").search(self._written, self._at)
         begin = self._at if opening is None else opening.start()
         end = self._written.find(self._body, begin if opening is None else opening.end()) + len(self._body)
-        closing = _pattern(self._fields[CALLS], "close").match(self._written, end)
+        closing = pattern_of(self._fields[CALLS], "close").match(self._written, end)
         self._at = end if closing is None else closing.end()
         text = self._written[begin : self._at]
-        over = _pattern(self._fields.get("content", {}), "close").search(text)
+        over = pattern_of(self._fields.get("content", {}), "close").search(text)
         return text if over is None else text[: over.start()]
 
 
-def _pattern(field: Mapping[str, Any], name: str) -> re.Pattern[str]:
-    """What opens or closes the regions of a field of transformers' description. Nothing matches if it says nothing."""
+def pattern_of(field: Mapping[str, Any], name: str) -> re.Pattern[str]:
+    """What opens or closes the regions of a field of transformers' description, or what comes before an answer.
+
+    Nothing matches if it says nothing.
+    """
     given = field.get(name) or []
     texts = [given] if isinstance(given, str) else given
-    return re.compile(field.get(f"{name}_pattern") or "|".join(map(re.escape, texts)) or r"(?!)")
+    return re.compile(field.get(f"{name}_pattern") or "|".join(map(re.escape, texts)) or r"(?!)", re.DOTALL)
