@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,18 @@ def test_shares_have_every_token_once(sequences: list[tuple[int, int]], num_slot
 def test_only_long_sequences_are_cut(lengths: list[int], expected: list[int]) -> None:
     shares = {b: n for b, _, n, _ in plan_of(lengths, 33)}
     assert [shares[b] for b in range(len(lengths))] == expected
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_sequences", "expected"),
+    [(8, 1, 33), (8, 115, 33), (8, 116, 66), (8, 512, 66), (1, 924, 528), (2, 300, 132)],
+)
+def test_very_many_sequences_have_twice_the_slots(
+    num_kv_heads: int, num_sequences: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert ops.num_slots_of(torch.device("cuda"), num_kv_heads, num_sequences) == expected
 
 
 def call(
