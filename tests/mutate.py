@@ -1029,6 +1029,12 @@ MUTATIONS = [
         "hf_kvquant/batching/manager.py",
         ("if not 0 < num_tokens <= room:", "if not 0 < num_tokens:", "a prompt that never fits ends all", "batching"),
         (
+            " or has_position_table(model) else None",
+            " else None",
+            "a request that passes a table of positions ends all",
+            "batching",
+        ),
+        (
             "            self.batch_processor.look_at_model()\n        self._leave_model()",
             "            self.batch_processor.look_at_model()",
             "a manager that is not waited for leaves its attention on the model",

@@ -1145,6 +1145,31 @@ def test_a_request_ends_where_it_would_change_the_positions_of_others() -> None:
     assert f"a request must have fewer than {limit}, got 24" in third.error and "or use generate" in third.error
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_bigcode", "opt", "gptj", "codegen"])
+def test_a_request_ends_where_a_table_has_no_position_for_it(family: str) -> None:
+    """It has its tokens so far, and others go on."""
+    if family not in models.BATCHED:
+        pytest.skip("needs a later transformers")
+    options = {**models.FAMILIES[family].options, "max_position_embeddings": 64, "n_positions": 64}
+    model = models.build(family, **options)
+    prompts = [[5, 6, 7], list(range(3, 63)), list(range(3, 67)), text(65)]
+    with patched(model, "none"):
+        expected = [alone(model, prompt, new_tokens) for prompt, new_tokens in zip(prompts, (20, 5, 1), strict=False)]
+        more: dict[str, Any] = {"continuous_batching_config": settings(max_batch_tokens=256), "max_new_tokens": 20}
+        good, *outgrown, long = model.generate_batch(prompts, **more).values()
+    assert good.error is None
+    assert [each.generated_tokens for each in (good, *outgrown)] == expected
+    limit, remedy = "64 tokens, as many as this model has positions, got", "or use a model with more."
+    for each in outgrown:
+        assert f"a request must have fewer than {limit} 64. Set fewer `max_new_tokens`, {remedy}" in each.error
+    assert f"a prompt must have from 1 to {limit} 65. Shorten it, {remedy}" in long.error
+
+
+def test_rope_has_positions_beyond_those_of_the_config() -> None:
+    with patched(models.build("llama", max_position_embeddings=64), "none") as model:
+        assert batched(model, [text(60)], 20) == [alone(model, text(60), 20)]
+
+
 def test_memory_for_prompts_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of long chunks takes a scratch on some GPUs, once for all layers."""
     monkeypatch.setattr(PageMemory, "get_available_memory", lambda self: 64 * 10**6)

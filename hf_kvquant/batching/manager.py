@@ -27,7 +27,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from ..attention.registry import implementation_name, set_attention
 from ..models.fingerprint import fingerprint
 from ..models.hashes import weights_hash
-from ..models.rope import is_dynamic
+from ..models.rope import has_position_table, is_dynamic
 from ..models.sharding import why_not_captured
 from ..models.text_config import context_of, text_config_of
 from ..state import notes_on, patch_of, state_of
@@ -70,7 +70,7 @@ class Processor(ContinuousBatchProcessor):
         self._model, self._generation_config = model, options["generation_config"]
         self._pages_of, self._steps_of = fingerprint(model, with_writes=True), fingerprint(model)
         self._has_looked = False  # in the present step
-        self._most = context_of(model) if is_dynamic(model) else None
+        self._most = context_of(model) if is_dynamic(model) or has_position_table(model) else None
         # Not a new runner beside theirs: it would free the memory pool that theirs has just made, and that aborts a
         # process in which a capture has failed before (torch 2.11). A Runner has no attributes of its own.
         self.model_runner.__class__ = Runner
@@ -95,7 +95,7 @@ class Processor(ContinuousBatchProcessor):
 
     @property
     def room(self) -> int:
-        """Tokens that a request can have: as many as all pages hold, or as leave all requests their RoPE factors."""
+        """Tokens that a request can have: as many as pages hold, have positions, or leave all their RoPE factors."""
         room: int = self.cache.room
         return room if self._most is None else min(room, self._most)
 
@@ -104,6 +104,8 @@ class Processor(ContinuousBatchProcessor):
         """What `room` is, and what helps against it, in words."""
         if self._most is None or self.cache.room <= self._most:
             return "as many as all pages hold", "set a larger `num_blocks` in the ContinuousBatchingConfig"
+        if not is_dynamic(self._model):
+            return "as many as this model has positions", "use a model with more"
         return "with more of which this model would take other RoPE factors for all requests", "use generate"
 
     def _add_if_it_fits(self, state: RequestState) -> None:

@@ -1,14 +1,18 @@
-"""How long a text may be before its model takes other RoPE factors for it."""
+"""How long a text may be before its model takes other RoPE factors for it, or has no position for it."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
 from .text_config import context_of, text_config_of
+
+# transformers' names of modules and buffers.
+_POSITION_TABLES = frozenset({"wpe", "embed_positions", "position_embeddings"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,19 @@ def switch_of(model: PreTrainedModel) -> Switch | None:
 def is_dynamic(model: PreTrainedModel) -> bool:
     """Whether factors change with every length beyond the positions that the model supports (dynamic NTK)."""
     return any("dynamic" in str(each.get("rope_type")) for each in _parameters(model))
+
+
+def has_position_table(model: PreTrainedModel) -> bool:
+    """Whether positions are looked up in a table, which has none beyond those that the model supports.
+
+    It is learned (GPT-2, OPT), or holds the sines and cosines of RoPE (GPT-J, CodeGen).
+    """
+    decoder, context = model.get_decoder() or model, context_of(model)
+    tensors = itertools.chain(decoder.named_parameters(), decoder.named_buffers())
+    return context is not None and any(
+        tensor.ndim == 2 and len(tensor) >= context and not _POSITION_TABLES.isdisjoint(name.split("."))
+        for name, tensor in tensors
+    )
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[Mapping[str, Any]]:
