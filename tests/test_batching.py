@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -1128,6 +1129,39 @@ def test_a_token_that_the_model_does_not_have_fails_its_request_alone(token: int
             results = {each.request_id: each for each in (next_result(manager) for _ in range(2))}
             assert message in results[bad].error
             assert results[good].error is None and results[good].generated_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("hello", "'h'"),
+        ([5.5, 6.9], "5.5"),
+        ([5, None], "None"),
+        (torch.tensor([5.0, 6.0]), "tensor(5.)"),
+        ([[5, 6]], "[5, 6]"),
+    ],
+    ids=str,
+)
+def test_a_prompt_of_anything_but_token_ids_gets_an_error_of_its_own(prompt: Any, shown: str) -> None:
+    with patched(models.llama(), "int8") as model:
+        expected = alone(model, PROMPTS[0])
+        with managed(model) as manager:
+            manager.start()
+            bad, good = manager.add_request(prompt), manager.add_request(PROMPTS[0])
+            results = {each.request_id: each for each in (next_result(manager) for _ in range(2))}
+    message = f"a prompt must be a list of token ids, got {shown} in it. Call the tokenizer first"
+    assert message in results[bad].error
+    assert results[good].error is None and results[good].generated_tokens == expected
+
+
+@pytest.mark.parametrize("as_prompt", [np.array, torch.tensor, tuple], ids=["numpy", "tensor", "tuple"])
+def test_token_ids_may_come_in_an_array(as_prompt: Any) -> None:
+    with patched(models.llama(), "int8") as model:
+        expected = alone(model, PROMPTS[0])
+        with managed(model) as manager:
+            manager.start()
+            manager.add_request(as_prompt(PROMPTS[0]))
+            assert next_result(manager).generated_tokens == expected
 
 
 def test_a_request_ends_where_it_would_change_the_positions_of_others() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import operator
+import reprlib
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
@@ -112,8 +114,8 @@ class Processor(ContinuousBatchProcessor):
         """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
 
         Raises:
-            ValueError: It has no token, or more than `room`, or one that the model does not have, or may get no
-                new one, or an end token too early; or another request has its id.
+            ValueError: It has no token, or more than `room`, or one that is no id or that the model does not have, or
+                may get no new one, or an end token too early; or another request has its id.
         """
         scheduler, vocab_size = self.scheduler, text_config_of(self._model).vocab_size
         if state.request_id in scheduler.active_requests or state.request_id in scheduler.waiting_requests:
@@ -128,6 +130,14 @@ class Processor(ContinuousBatchProcessor):
                 f"continuous batching: a prompt must have from 1 to {room} tokens, {limit}, got {num_tokens}. "
                 f"Shorten it, or {remedy}."
             )
+        for token in state.initial_tokens:
+            try:
+                operator.index(token)
+            except TypeError:
+                raise ValueError(
+                    f"continuous batching: a prompt must be a list of token ids, got {reprlib.repr(token)} in it. Call "
+                    "the tokenizer first, and pass its `input_ids`."
+                ) from None
         for token in (min(state.initial_tokens), max(state.initial_tokens)):
             if not 0 <= token < vocab_size:
                 raise ValueError(
