@@ -151,6 +151,8 @@ def test_other_devices_are_refused() -> None:
             ValueError,
         ),
         ("int8", {"page_size": 100}, "`num_tokens` must be a positive multiple of 128, got 100. Set", ValueError),
+        ("int8", {"page_size": None}, "`num_tokens` must be a positive multiple of 128, got None. Set", ValueError),
+        ("int8", {"page_size": "256"}, "`num_tokens` must be a positive multiple of 128, got '256'. Set", ValueError),
         ("int8", {"scheduler_type": "lifo"}, "`scheduler_type` must be one of ['fifo', 'prefill_first']", ValueError),
         (
             {"preset": "int8", "offloading": True},

@@ -102,9 +102,9 @@ class PageLayout:
     num_tokens: int
 
     def __post_init__(self) -> None:
-        if self.num_tokens <= 0 or self.num_tokens % BLOCK_SIZE:
+        if not hasattr(self.num_tokens, "__index__") or self.num_tokens <= 0 or self.num_tokens % BLOCK_SIZE:
             raise ValueError(
-                f"PageLayout: `num_tokens` must be a positive multiple of {BLOCK_SIZE}, got {self.num_tokens}. "
+                f"PageLayout: `num_tokens` must be a positive multiple of {BLOCK_SIZE}, got {self.num_tokens!r}. "
                 "Set `page_size` of the ContinuousBatchingConfig to one, such as 256."
             )
         for name, kv_format, head_dim in zip(("key", "value"), self.layout.formats, self.head_dims, strict=True):
