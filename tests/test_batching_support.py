@@ -188,6 +188,14 @@ def test_settings_that_pages_do_not_serve_are_refused(
     check_refused(models.llama(), config, message, error, **options)
 
 
+@needs_pages
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("space", [0.5, None])
+def test_memory_for_requests_that_wait_needs_a_gpu(space: float | None) -> None:
+    message = f"{WHERE}: `cpu_offload_space` must be 0 on a machine without a GPU, got {space}: requests would wait"
+    check_refused(models.llama(), "int8", message, cpu_offload_space=space)
+
+
 HOLD = "`generation_config` must only have settings that hold under continuous batching, got "
 
 

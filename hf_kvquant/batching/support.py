@@ -85,6 +85,14 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
             f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False on a {model.device.type}, got True. "
             "They are for GPUs: leave them out."
         )
+    if batching.cpu_offload_space != 0:
+        try:
+            torch.empty(0, pin_memory=True)
+        except RuntimeError as error:
+            raise NotImplementedError(
+                f"{WHERE}: `cpu_offload_space` must be 0 on a machine without a GPU, got {batching.cpu_offload_space}: "
+                "requests would wait in pinned memory, which needs one. Leave it out; requests that starve start again."
+            ) from error
     why_not = why_not_captured(model) if any(batching.cuda_graph_booleans) else None
     if why_not is not None:
         raise NotImplementedError(
