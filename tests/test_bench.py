@@ -95,7 +95,7 @@ def test_a_server_with_a_key(folder: str, capsys: pytest.CaptureFixture[str], mo
         (["http://h", "--concurrency", "1001"], "`--concurrency` must be at most 1000, got 1001."),
         (["http://h", "--timeout", "0"], "`--timeout` must be above 0 seconds, got 0.0."),
         (["http://h", "--prompts", "f", "--prompt-tokens", "9"], "`--prompts` and `--prompt-tokens` must not come tog"),
-        (["http://h", "--model", "m", "--prompts", "absent"], "`--prompts` must be a text file, got absent: No such"),
+        (["http://127.0.0.1:1", "--prompts", "absent"], "`--prompts` must be a text file, got absent: No such"),
     ],
 )
 def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,10 +36,12 @@ def run(args: argparse.Namespace) -> None:
     """Run `hf-kvquant bench`."""
     key = args.api_key or os.environ.get("OPENAI_API_KEY") or "none"
     url = args.url.rstrip("/") + ("" if urlsplit(args.url).path.strip("/") else "/v1")
+    text = "" if args.prompts is None else read_text("--prompts", args.prompts, "Write a prompt a line.")
+    lines = [line for line in text.splitlines() if line.strip()]
     try:
         model = args.model or asyncio.run(load.models_of(url, key, args.timeout))[0]
         ask = load.Ask(url, model, args.route == "chat", args.max_tokens, key, args.timeout)
-        prompts = prompts_of(args, ask)
+        prompts = prompts_of(args, ask, lines)
     except ServerFailed as error:
         raise UsageError(f"`URL` must be a server that answers OpenAI's API, got {url}: {error}.") from error
     with show_progress("bench", len(prompts), unit="request", is_shown=not args.json) as tell:
@@ -55,8 +57,8 @@ def run(args: argparse.Namespace) -> None:
         raise RefusedResult(f"{results['failed']} of {len(answers)} requests failed, the first of them with: {reason}.")
 
 
-def prompts_of(args: argparse.Namespace, ask: load.Ask) -> list[str]:
-    """The prompts that the options name.
+def prompts_of(args: argparse.Namespace, ask: load.Ask, lines: Sequence[str]) -> list[str]:
+    """The prompts that the options name: `lines` again and again, or random words if there are none.
 
     How many tokens words and the chat template make is for the server to say: it is asked twice for one token first,
     with few and with more words. That also shows whether it answers at all.
@@ -64,8 +66,6 @@ def prompts_of(args: argparse.Namespace, ask: load.Ask) -> list[str]:
     Raises:
         ServerFailed: The server does not answer.
     """
-    given_lines = None if args.prompts is None else read_text("--prompts", args.prompts, "Write a prompt a line.")
-    lines = [] if given_lines is None else [line for line in given_lines.splitlines() if line.strip()]
     wanted = args.prompt_tokens or PROMPT_TOKENS
     longest = load.prompts_of(1, 2 * TRIAL_WORDS, args.seed - 1)[0].split()
     trials = lines[:1] or [" ".join(longest[:TRIAL_WORDS]), " ".join(longest)]
