@@ -233,6 +233,8 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
         f"{told}. They differ most for `int8`, chunked and decode: 2.0·10⁻⁸ nats per token; the limit is 1.0·10⁻⁶."
         in shown
     )
+    assert run(capsys, "somewhere/model", output, "--render", "--context", "4k")[0] == 0
+    assert "| MB at 4,096 tokens |" in (output / page.PAGE).read_text(encoding="utf-8")
     assert run(capsys, "somewhere/model", output, "--render", "--context", "1000")[0] == 0
     shown = (output / page.PAGE).read_text(encoding="utf-8")
     assert "| `int4-token` | 4.5 | 0.482 |" in shown

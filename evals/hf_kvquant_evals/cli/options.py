@@ -45,6 +45,12 @@ def add_preparation(parser: argparse.ArgumentParser) -> None:
     add("--calibrate-for", choices=tuple(PRESETS), help=preset)
 
 
+def tokens(word: str) -> int:
+    """A number of tokens as an option has it; 1k is 1024."""
+    digits = word.lower().removesuffix("k")
+    return int(digits) * (1 if digits == word else 1024)
+
+
 def check_installed(package: str, purpose: str, more: str = "") -> None:
     """Refuse a run that would end for lack of an optional package. `more` says what else the user can do."""
     if importlib.util.find_spec(package.replace("-", "_")) is None:

@@ -206,8 +206,8 @@ def add_report(evaluations: Any) -> None:
     add("--minutes", type=float, metavar="N", help=limit)
     skipped = "with --full, leave out an evaluation; repeatable"
     add("--skip", action="append", choices=(OUTLIERS, TASKS), default=[], help=skipped)
-    context = f"tell the memory of a text of N tokens (default: {CONTEXT})"
-    add("--context", type=int, default=CONTEXT, metavar="N", help=context)
+    context = f"tell the memory of a text of N tokens; 1k is 1024 (default: {CONTEXT})"
+    add("--context", type=options.tokens, default=CONTEXT, metavar="N", help=context)
     arguments.add_presets(parser, REPORTED_PRESETS, "; with --full, all")
     options.add_source(parser)
     add_amount(parser, (SHORT_WINDOW, SHORT_TOKENS))

@@ -34,7 +34,8 @@ def add_recipes(evaluations: Any) -> None:
     add("--window", type=int, metavar="N", help=f"tokens of a window (default: {WINDOW}, or the model's context)")
     add("--tokens", type=int, metavar="N", help=f"score at least N tokens (default: {TOKENS} or all)")
     options.add_prompt(parser)
-    add("--context", type=int, default=32768, metavar="N", help="count bits at this length as well (default: 32768)")
+    context = "count bits at this length as well; 1k is 1024 (default: 32768)"
+    add("--context", type=options.tokens, default=32768, metavar="N", help=context)
     add(
         "--drift",
         type=int,
