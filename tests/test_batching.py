@@ -1199,6 +1199,18 @@ def test_a_request_ends_where_a_table_has_no_position_for_it(family: str) -> Non
     assert f"a prompt must have from 1 to {limit} 65. Shorten it, {remedy}" in long.error
 
 
+@torch.no_grad()
+def test_a_warmup_stays_within_a_table_of_positions() -> None:
+    """On a GPU it begins with a prompt of a whole step."""
+    model, found = models.family("gpt2"), []
+    model.transformer.wpe.register_forward_hook(lambda module, ids, _: found.append(int(ids[0].max())))
+    with patched(model, "none"), managed(model, max_batch_tokens=512) as manager:
+        manager.warmup()
+        found.clear()
+        assert manager.batch_processor.model_runner.run_one_warmup(model, num_q_tokens=512, max_kv_read=300) > 0
+    assert found == [model.config.n_positions - 1]
+
+
 def test_rope_has_positions_beyond_those_of_the_config() -> None:
     with patched(models.build("llama", max_position_embeddings=64), "none") as model:
         assert batched(model, [text(60)], 20) == [alone(model, text(60), 20)]

@@ -32,6 +32,7 @@ from transformers.generation.continuous_batching.utils import (
 from ..graphs.capture import capturing, no_collection
 from ..graphs.fusion import fused
 from ..graphs.state_chunks import Sequences
+from ..models.rope import has_position_table
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of, past_of
 from .cache import PagedCache
@@ -137,6 +138,15 @@ class Runner(ModelRunner):
             return pad_to_interval(num_q_tokens, TOKEN_INTERVAL, self.cache.max_batch_tokens), max_kv_read
         padded: tuple[int, int] = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
         return padded
+
+    def run_one_warmup(self, model: Any, num_q_tokens: int, max_kv_read: int | None) -> float:
+        """See `ModelRunner`. A prompt stays within a table of positions: behind it, a GPU ends the process (5.24)."""
+        most = context_of(model)
+        if max_kv_read is not None and most is not None and has_position_table(model):
+            num_q_tokens = min(num_q_tokens, most)
+            max_kv_read = min(max_kv_read, most - num_q_tokens)
+        seconds: float = super().run_one_warmup(model, num_q_tokens, max_kv_read)
+        return seconds
 
     @torch.no_grad()
     def warmup(self, model: nn.Module) -> None:
