@@ -210,6 +210,12 @@ MUTATIONS = [
     *of(
         "hf_kvquant/batching/batch.py",
         (
+            "request.state.position_offset - request.query_length",
+            "request.state.position_offset",
+            "new tokens count twice",
+            "batching",
+        ),
+        (
             "members[request.q_len, request.past > 0]",
             "members[request.q_len, True]",
             "a prompt attends to its codes",
@@ -515,12 +521,6 @@ MUTATIONS = [
             "if states is None:",
             "decoding requests go through the kernel for prompts",
             "state_steps",
-        ),
-        (
-            "request.state.position_offset - request.query_length",
-            "request.state.position_offset",
-            "new tokens count twice",
-            "batching",
         ),
         (
             "table is not None and all(past_of(state) > 0 for state in states)",
