@@ -1408,6 +1408,15 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/models/adapters.py",
+        (
+            "if len(old) and len(new)",
+            "",
+            "a model whose weights were quantised after calibration is refused",
+            "quantized_weights",
+        ),
+    ),
+    *of(
         "hf_kvquant/models/hashes.py",
         (
             "if settings else digest",
@@ -1564,7 +1573,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/calibration/origins.py",
+        "hf_kvquant/models/quantized.py",
         (
             'name not in ("weight", "bias")',
             "False",

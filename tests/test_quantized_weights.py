@@ -7,6 +7,7 @@ installed are skipped; `docs/quantized-weights.md` says which ran where.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -369,6 +370,69 @@ def test_folding_is_refused(load: Callable[..., Any]) -> None:
         hf_kvquant.rotate_values(model)
     for now, then in zip(numbers_of(model), before, strict=True):
         assert torch.equal(now, then)
+
+
+def quantize_in_place(model: Any, name: str) -> None:
+    """Quantise the weights of a model in memory, as a loader does."""
+    if name.startswith("torchao"):
+        quantization = pytest.importorskip("torchao.quantization")
+        quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+    else:
+        quanto = pytest.importorskip("optimum.quanto")
+        quanto.quantize(model, weights=quanto.qint8, exclude="lm_head")
+        quanto.freeze(model)
+
+
+def refuse_to_undo(model: Any, undo: Callable[[Any], Any]) -> None:
+    before = numbers_of(model)
+    with pytest.raises(
+        ValueError, match=r"must have the weights that .* left, got .*quantised .*the original checkpoi"
+    ):
+        undo(model)
+    for now, then in zip(numbers_of(model), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("name", ["torchao int8", "quanto int8", "compressed-tensors w4a16", "gptq"])
+def test_weights_quantised_after_calibration(name: str, folder: Path, tmp_path: Path) -> None:
+    model = loaded(folder / "plain")
+    result = calibrated(model)
+    assert {layer.placement for layer in result.layers} == {"weights"} and result.centers()
+    model.save_pretrained(tmp_path / "plain")
+    result.save(tmp_path / "factors")
+    reloaded = METHODS[name](tmp_path)
+    load_smoothing(reloaded, tmp_path / "factors")
+    found, expected = transforms_of(reloaded), transforms_of(model)
+    assert found.centers is not None and expected.centers is not None and not found.smoothing
+    assert all(torch.equal(found.centers[index], center) for index, center in expected.centers.items())
+    tokens = tokens_of(patch(reloaded, "int4-token"))
+    refuse_to_undo(reloaded, unsmooth)
+    if name.startswith(("torchao", "quanto")):
+        quantize_in_place(model, name)
+        compare.assert_same(tokens_of(patch(model, "int4-token")), tokens, "tokens")
+        refuse_to_undo(model, unsmooth)
+
+
+@pytest.mark.parametrize("name", ["torchao int8", "quanto int8"])
+def test_weights_quantised_after_rotation(name: str, folder: Path, tmp_path: Path) -> None:
+    model = loaded(folder / "plain")
+    hf_kvquant.rotate_values(model)
+    model.save_pretrained(tmp_path / "plain")
+    quantize_in_place(model, name)
+    expected = tokens_of(patch(METHODS[name](tmp_path), "int4-token"))
+    compare.assert_same(tokens_of(patch(model, "int4-token")), expected, "tokens")
+    refuse_to_undo(model, hf_kvquant.unrotate_values)
+
+
+def test_factors_of_another_calibration_than_that_before_quantisation(folder: Path, tmp_path: Path) -> None:
+    model = loaded(folder / "plain")
+    result = calibrated(model)
+    model.save_pretrained(tmp_path / "plain")
+    dataclasses.replace(result, folded_hash="0" * 64).save(tmp_path / "factors")
+    other = METHODS["torchao int8"](tmp_path)
+    with pytest.raises(ValueError, match=r"whose hash after folding differs from that in the model's config\. Use the"):
+        load_smoothing(other, tmp_path / "factors")
+    assert transforms_of(other).centers is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

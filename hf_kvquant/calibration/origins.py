@@ -27,6 +27,7 @@ from ..attention.observation import Observation, not_observed, observed
 from ..cache.support import other_caches
 from ..models.adapters import is_adapter
 from ..models.probing import arbitrary_ids, forward, hooked
+from ..models.quantized import quantized_tensor
 from ..models.text_config import positions_of, text_config_of
 from .checks import check_decoder
 
@@ -42,9 +43,6 @@ NUM_SAMPLES = 32  # random vectors: the odds that two independent ones agree to 
 COSINE = 0.995  # least cosine of a module's numbers and a channel; rounding to bfloat16 leaves 0.9999
 LOUD = 1024.0  # some samples are this many times larger, to notice clipping (OLMo's clip_qkv is 8)
 NUM_LOUD = 8
-
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +162,7 @@ class Probe:
                 )
         if getattr(getattr(module, "_hf_hook", None), "offload", False):
             raise self._not_in_memory(f"{name}, which is offloaded")
-        found = _quantized_tensor(module)
+        found = quantized_tensor(module)
         if found is not None:
             raise NotImplementedError(
                 f"{self.where}: `model` must have plain weights in float32, bfloat16 or float16 behind {edit.what}, "
@@ -287,18 +285,6 @@ class Probe:
                 span = weight.numel() if rule.startswith("gain") else output.num_features
                 return Source(output, index, Scalable(name, rule, index % span))
         return f"come from {self.names[passed[0][0].module]}, which has no weights"
-
-
-def _quantized_tensor(module: nn.Module) -> str | None:
-    """A tensor of a module that is not a plain weight or bias, in words; `None` if all are."""
-    # Not from `state_dict`: in it, bitsandbytes rounds the weights of a CPU model.
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.dtype not in FLOATS or type(tensor) not in (nn.Parameter, Tensor):
-            return f"{str(tensor.dtype).removeprefix('torch.')} {type(tensor).__name__}"
-        # compressed-tensors rounds plain weights and inputs in the forward, by scales in parameters of their own.
-        if isinstance(module, (nn.Linear, Conv1D)) and name not in ("weight", "bias"):
-            return f"a '{name}' besides its weight"
-    return None
 
 
 @contextlib.contextmanager

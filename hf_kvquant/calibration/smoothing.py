@@ -25,6 +25,7 @@ from ..common.progress import show_progress
 from ..config import KVQuantConfig
 from ..models.hashes import hash_of
 from ..models.latent import keeps_latents
+from ..models.quantized import quantized_tensor
 from ..models.text_config import check_is_model, text_config_of
 from ..state import ModelTransforms, keep, keep_folded, state_of
 from ..transforms.of_model import set_centers, set_smoothing, transforms_of
@@ -195,10 +196,10 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
         )
     folded = state.result.factors_in("weights")
     if folded:
-        if hash_of(model, state.result.parameters) != state.result.folded_hash:
+        if _is_quantized(model, state.result) or hash_of(model, state.result.parameters) != state.result.folded_hash:
             raise ValueError(
-                "unsmooth: `model` must have the weights that smoothing left, got others: they were trained, cast or "
-                "replaced since. Load the original checkpoint again."
+                "unsmooth: `model` must have the weights that smoothing left, got others: they were trained, cast, "
+                "quantised or replaced since. Load the original checkpoint again."
             )
         Folding(model, state.layouts, state.result.originals).undo(folded)
         assert hash_of(model, state.result.parameters) == state.result.original_hash
@@ -217,7 +218,8 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
     """Apply a saved calibration: set centres, and fold factors unless the checkpoint has them folded in already.
 
     Args:
-        model: The checkpoint that was smoothed, from before or after smoothing.
+        model: The checkpoint that was smoothed, from before or after smoothing. If its weights were quantised after
+            smoothing, it is known by the mark in its config, and `unsmooth` cannot undo the factors.
         path: A file that `SmoothingResult.save` wrote.
 
     Returns:
@@ -229,8 +231,9 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
         NotImplementedError: As for `smooth_attention`.
     """
     where = "load_smoothing"
+    check_is_model(model, where)
     result = SmoothingResult.load(path)
-    if isinstance(model, PreTrainedModel) and (smoothing_of(model) is not None or transforms_of(model).smoothing):
+    if smoothing_of(model) is not None or transforms_of(model).smoothing:
         raise ValueError(f"{where}: `model` must not have factors yet, got one that has. Call unsmooth first.")
 
     def foreign(what: str) -> ValueError:
@@ -239,7 +242,14 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
             "was written with this checkpoint."
         )
 
-    layouts = _fitting_layouts(model, result, where, foreign)
+    mark = getattr(model.config, CONFIG_KEY, None)
+    is_quantized = type(mark) is dict and _is_quantized(model, result)
+    layouts = _fitting_layouts(model, result, where, foreign, is_quantized=is_quantized)
+    if is_quantized:  # after folding: the hash of the weights says nothing
+        if mark != {"folded_hash": result.folded_hash}:
+            raise foreign("hash after folding differs from that in the model's config")
+        _install(model, layouts, result, is_known=True)
+        return result
     found = hash_of(model, result.parameters)
     is_folded = found == result.folded_hash
     if not is_folded:
@@ -256,10 +266,18 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
 
 
 def _fitting_layouts(
-    model: PreTrainedModel, result: SmoothingResult, where: str, foreign: Callable[[str], ValueError]
+    model: PreTrainedModel,
+    result: SmoothingResult,
+    where: str,
+    foreign: Callable[[str], ValueError],
+    *,
+    is_quantized: bool,
 ) -> dict[int, LayerLayout]:
-    """The layouts of layers with folded factors, if the model has all layers of a result, in the same shape."""
-    folded = result.factors_in("weights")
+    """The layouts of layers with folded factors, if the model has all layers of a result, in the same shape.
+
+    None if the weights were quantised after folding, since factors cannot be taken out of them.
+    """
+    folded = {} if is_quantized else result.factors_in("weights")
     layouts = find_layouts(model, where=where)[0] if folded else {}
     layouts = {index: layouts[index] for index in folded if index in layouts}
     keys = find_keys(model, where=where)[0]
@@ -273,7 +291,7 @@ def _fitting_layouts(
             raise foreign(f"layer {index} has {list(factor.shape)} factors instead of {shape}")
         if index in layouts and not torch.equal(factor, factor.flatten()[layouts[index].ties]):
             raise foreign(f"layer {index} has unequal factors on channels that mix")
-    if result.parameters != _known_by(model, layouts, result.layers):
+    if not is_quantized and result.parameters != _known_by(model, layouts, result.layers):
         raise foreign("factors are for other weights")
     return layouts
 
@@ -296,6 +314,12 @@ def smoothing_of(model: PreTrainedModel) -> _State | None:
     """What calibration stored on a model; `None` without calibration, or if its result is not known."""
     state: _State | None = state_of(model).smoothing
     return state
+
+
+def _is_quantized(model: PreTrainedModel, result: SmoothingResult) -> bool:
+    """Whether modules whose weights a result is known by are quantised."""
+    names = {name.rpartition(".")[0] for name in result.parameters} - {layer.name for layer in result.layers}
+    return any(quantized_tensor(module) is not None for name, module in model.named_modules() if name in names)
 
 
 def _known_by(
@@ -321,16 +345,16 @@ def _install(
     """Store on a model what its caches need besides the folded weights.
 
     `is_known`: the weights were loaded with factors folded in, so centres that were set on the model are in units of
-    smoothed keys.
+    smoothed keys. Quantised ones come without layouts, and the config keeps the mark of their checkpoint.
     """
     folded, centers = result.factors_in("weights"), result.centers()
     before = transforms_of(model)
     if is_known:
         before = dataclasses.replace(before, centers=_times(before.centers, folded))
     keep(model, smoothing=_State(result, layouts, before))
-    if folded:
+    if layouts:
         setattr(model.config, CONFIG_KEY, _Mark(result.folded_hash, result.parameters))
-    if folded and not is_known:
+    if layouts and not is_known:
         # Adapters for a checkpoint that was smoothed before are of that checkpoint, so they fit.
         keep_folded(model, WHERE, (side.name for layout in layouts.values() for side in (layout.key, layout.query)))
     inverse = {index: 1 / factor for index, factor in folded.items()}

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ..models.adapters import without_adapters
 from ..models.probing import evaluating, forward, hooked
+from ..models.quantized import quantized_tensor
 from ..models.text_config import check_is_model, positions_of, text_config_of
 from ..spec import reference
 from ..state import keep, keep_folded, state_of
@@ -126,6 +127,13 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
             )
         raise ValueError(
             f"{where}: `model` must be rotated, got a {type(model).__name__} that is not. Call rotate_values first."
+        )
+    names = [side.name for layout in state.layouts.values() for side in (layout.value, layout.output)]
+    found = next((name for name in names if quantized_tensor(model.get_submodule(name)) is not None), None)
+    if found is not None:
+        raise ValueError(
+            f"{where}: `model` must have the weights that rotation left, got quantised ones at {found}. Load the "
+            "original checkpoint again."
         )
     for (rows, index), original in zip(_rotatable(model, state.layouts), state.originals, strict=True):
         is_same = rows.dtype == original.dtype and not rows.is_meta

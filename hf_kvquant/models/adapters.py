@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .quantized import quantized_tensor
+
 _SAMPLES = 64  # about how many numbers of a weight to compare
 _SIMPLE = (bool, int, float, str, type(None))
 _MARSHALLED = frozenset({*_SIMPLE, dict, list, tuple})
@@ -38,16 +40,23 @@ def adapted(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def weight_sample(model: nn.Module, name: str) -> Tensor:
-    """A copy of some numbers of a module's weight, which tell whether it has changed."""
-    weight: Tensor = without_adapters(model.get_submodule(name)).get_parameter("weight").detach().reshape(-1)
+    """A copy of some numbers of a module's weight, which tell whether it has changed; none if it is quantised."""
+    module = without_adapters(model.get_submodule(name))
+    if quantized_tensor(module) is not None:
+        return torch.empty(0, device="cpu")
+    weight: Tensor = module.get_parameter("weight").detach().reshape(-1)
     # An odd stride reaches every row and every column of a matrix whose sides are powers of two.
     return weight[:: weight.numel() // _SAMPLES | 1].clone()
 
 
 def changed(model: nn.Module, samples: Mapping[str, Tensor]) -> str | None:
-    """The first module whose weight differs from its sample. Weights in another dtype or out of memory may be equal."""
-    pairs = [(name, old, weight_sample(model, name)) for name, old in samples.items()]
-    pairs = [(name, old.to(new.device), new) for name, old, new in pairs if old.dtype == new.dtype and not new.is_meta]
+    """The first module whose weight differs from its sample.
+
+    Weights that were cast, quantised or offloaded since may be equal.
+    """
+    found = [(name, old, weight_sample(model, name)) for name, old in samples.items()]
+    found = [(name, old, new) for name, old, new in found if old.dtype == new.dtype and not new.is_meta]
+    pairs = [(name, old.to(new.device), new) for name, old, new in found if len(old) and len(new)]
     devices = {new.device for _, _, new in pairs}
     # Usually all are equal, and one comparison on each device tells.
     for device in devices:

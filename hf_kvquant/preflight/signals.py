@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from ..attention.observation import observations
 from ..cache.support import other_caches
 from ..calibration.layout import LayerLayout, find_layouts, latent_layouts
-from ..calibration.origins import FLOATS, Scalable
+from ..calibration.origins import Scalable
 from ..config import KVQuantConfig, LayerFormats
 from ..models.latent import keeps_latents
 from ..models.layers import layers_of
 from ..models.probing import arbitrary_ids
+from ..models.quantized import FLOATS
 from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..presets import FEW_BITS
 from ..spec.codes import INTEGER_BITS
