@@ -1430,6 +1430,12 @@ MUTATIONS = [
             "codes of quantised weights are not hashed",
             "quantized_weights",
         ),
+        (
+            "if tensor.is_meta and offloaded is not None",
+            "if False",
+            "an offloaded model does not get the factors of its checkpoint",
+            "calibration",
+        ),
     ),
     *of(
         "hf_kvquant/preflight/divergence.py",

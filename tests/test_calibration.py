@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, disk_offload
 from programs import Program, finish
 from test_smoothing import (
     FACTOR,
@@ -307,6 +308,25 @@ def test_weights_that_cannot_be_edited(kind: str, caplog: pytest.LogCaptureFixtu
     assert same(planes(twin), held)
     unsmooth(model)
     assert divergence(model, PLAIN) == before
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [lambda model, folder: cpu_offload(model, torch.device("cpu")), disk_offload],
+    ids=["to memory", "to disk"],
+)
+def test_a_checkpoint_is_known_again_when_it_is_offloaded(offload: Callable[..., Any], tmp_path: Path) -> None:
+    model, away, trained = with_outliers(), with_outliers(), with_outliers()
+    smooth(model, mode="online").save(tmp_path / "factors")
+    load_smoothing(offload(away, tmp_path / "away"), tmp_path / "factors")
+    assert same(planes(away), planes(model))
+    unsmooth(away)
+    smooth(away, mode="online").save(tmp_path / "factors of an offloaded model")
+    load_smoothing(with_outliers(), tmp_path / "factors of an offloaded model")
+    with torch.no_grad():
+        trained.model.layers[1].self_attn.k_proj.weight[0, 0] += 1e-3
+    with pytest.raises(ValueError, match="whose hashes before and after folding both differ from that of the model's"):
+        load_smoothing(offload(trained, tmp_path / "trained"), tmp_path / "factors")
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "gemma3n_text", "diffllama", "olmo", "falcon"])

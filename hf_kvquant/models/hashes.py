@@ -25,7 +25,8 @@ def weights_hash(model: PreTrainedModel) -> str:
     """SHA-256 over a sample of every weight, including changes that were injected, folded or calibrated into it.
 
     The hash changes with another checkpoint, after training, and with the adapters that are active. It may miss changes
-    to a few numbers. A model with quantised weights is run on one token.
+    to a few numbers, and knows offloaded weights only by name and shape. A model with quantised weights is run on one
+    token.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         keys_of_a_token(model)  # some layers unpack or repack their weights in the first forward
@@ -48,8 +49,8 @@ def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = 
     """SHA-256 of parameters and buffers with these names.
 
     Floating-point tensors are hashed as float32, so a checkpoint has the same hash when it is loaded in a wider dtype.
-    Offloaded tensors count only by name and shape. `samples` is about how many numbers of each tensor to hash, spread
-    evenly; `None` for all.
+    `samples` is about how many numbers of each tensor to hash, spread evenly; `None` for all. With samples, offloaded
+    tensors count only by name and shape, since they would have to be read whole.
 
     Raises:
         AttributeError: The model has no tensor of that name.
@@ -57,7 +58,12 @@ def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = 
     digest = hashlib.sha256()
     for name in names:
         owner, _, last = name.rpartition(".")
-        tensor = getattr(model.get_submodule(owner), last).detach()
+        module = model.get_submodule(owner)
+        tensor = getattr(module, last).detach()
+        # Where accelerate's hook takes an offloaded tensor from.
+        offloaded = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        if tensor.is_meta and offloaded is not None and samples is None:
+            tensor = offloaded[last].detach()
         digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
         if not tensor.is_meta:
             for part in plain_tensors(tensor):
