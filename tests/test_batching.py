@@ -1154,6 +1154,17 @@ def test_a_prompt_of_anything_but_token_ids_gets_an_error_of_its_own(prompt: Any
     assert results[good].error is None and results[good].generated_tokens == expected
 
 
+@pytest.mark.parametrize(
+    ("inputs", "shown"),
+    [([5, 6, 7], "5"), (torch.tensor([5, 6]), "tensor(5)"), ("hello", "'h'"), (["hello", [5, 6]], "'hello'")],
+    ids=str,
+)
+def test_prompts_that_are_no_lists_are_refused(inputs: Any, shown: str) -> None:
+    message = f"generate_batch: `inputs` must be a list of prompts, each a list of token ids, got {shown} in it. Call"
+    with patched(models.llama(), "int8") as model, pytest.raises(TypeError, match=re.escape(message)):
+        model.generate_batch(inputs, max_new_tokens=2, continuous_batching_config=settings())
+
+
 @pytest.mark.parametrize("as_prompt", [np.array, torch.tensor, tuple], ids=["numpy", "tensor", "tuple"])
 def test_token_ids_may_come_in_an_array(as_prompt: Any) -> None:
     with patched(models.llama(), "int8") as model:

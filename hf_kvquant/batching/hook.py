@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,10 +75,16 @@ def generate_batch(
 
     Raises:
         ImportError, NotImplementedError, ValueError: See `init_continuous_batching`; or `attention_mask` hides tokens.
-        TypeError: An argument is not served, which transformers would drop (5.24).
+        TypeError: An argument is not served, which transformers would drop (5.24); or a prompt is no list.
     """
     check_version()
     _check_known(model, options)
+    for prompt in inputs:
+        if isinstance(prompt, str) or getattr(prompt, "ndim", 1) == 0 or not hasattr(prompt, "__len__"):
+            raise TypeError(
+                "generate_batch: `inputs` must be a list of prompts, each a list of token ids, got "
+                f"{reprlib.repr(prompt)} in it. Call the tokenizer with a list of texts, and pass its `input_ids`."
+            )
     mask = options.get("attention_mask")
     if mask is not None and not torch.as_tensor(mask).all():
         raise NotImplementedError(
