@@ -219,6 +219,33 @@ def test_thoughts_that_the_chat_template_opens(
     assert begun == ("</think>" if message is THOUGHTS else None)
 
 
+@pytest.mark.parametrize("has_thoughts", [True, False])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<think>so</think>it is", THOUGHTS),
+        ("\n<think>so</think>it is", THOUGHTS),
+        ("it is <think>so</think>", None),
+        ("so</think>it is", None),
+    ],
+)
+def test_thoughts_that_an_answer_begins_with(
+    folder: str, text: str, message: dict[str, str] | None, has_thoughts: bool
+) -> None:
+    """Where the chat template has the tag, even if nothing is known of the model's type."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('<think>')[-1] }}{% endfor %}"
+    if not has_thoughts:
+        tokenizer.chat_template, message = "{% for m in messages %}{{ m.content }}{% endfor %}", None
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
+    found = chats.Chats(model, tokenizer, Grammars(tokenizer, len(tokenizer), []))
+    reader = found.reader(found.tokens_of({"messages": [{"role": "user", "content": "Hi"}]}, None), None)
+    writer = Writer(tokenizer, reader=reader)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    pieces = [piece for token in ids for piece in writer.write([token])]
+    assert written([*pieces, *writer.finish()]) == (message or {"content": text})
+
+
 @pytest.mark.parametrize(
     ("template", "more", "written"),
     [

@@ -22,9 +22,11 @@ _PROBE: dict[str, Any] = {
     "type": "function",
     "function": {"name": "get_time", "description": "Time", "parameters": {"type": "object", "properties": {}}},
 }
-# Of thoughts that a chat template has opened, whatever is known of the model, and the most tokens that this takes.
+# Of thoughts that a chat template has opened, whatever is known of the model, and the most tokens that this takes; and
+# of those that an answer may begin with.
 _THOUGHTS: dict[str, Any] = {"open": "<think>", "close": "</think>", "content": "text"}
 _MOST_OPENING = 16
+_OWN_THOUGHTS: dict[str, Any] = {"open_pattern": r"\A\s*<think>", "close": "</think>", "content": "text"}
 
 
 class Chats:
@@ -98,7 +100,9 @@ class Chats:
             text = self._tokenizer.decode(prompt)
             if pattern_of(own, "start_anchor").search(text):  # without it, the parser would read what users wrote
                 template, prefix = {**own}, text
-        if own is None and tools is None and not prefix:
+        elif self._may_think:
+            fields["reasoning_content"] = _OWN_THOUGHTS
+        if len(fields) == 1 and own is None and tools is None:
             return None
         template["fields"] = {
             name: self._ended(field) if name in {"content", *_REASONING_FIELDS} else field
@@ -172,9 +176,12 @@ class Chats:
 
     def _begins_thoughts(self, prompt: list[int]) -> bool:
         """Whether a prompt ends with what opens thoughts, and the chat template has it: users may write that, too."""
-        opening = _THOUGHTS["open"]
         end = self._tokenizer.decode(prompt[-_MOST_OPENING:]).rstrip()
-        return end.endswith(opening) and opening in str(self._tokenizer.chat_template)
+        return self._may_think and end.endswith(_THOUGHTS["open"])
+
+    @property
+    def _may_think(self) -> bool:
+        return _THOUGHTS["open"] in str(self._tokenizer.chat_template)
 
     def _check_tools(self) -> None:
         if not self._takes_tools:
