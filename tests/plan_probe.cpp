@@ -32,7 +32,7 @@ AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged) {
       kernel.function = name_of(row, head_dim, is_paged);
     }
   }
-  kernel.fixed_bytes = kernel.stage_bytes = 1024, kernel.num_stages = kernel.min_stages = 2;
+  kernel.fixed_bytes = kernel.stage_bytes = 1024, kernel.num_stages = kernel.min_stages = kernel.min_warps = 2;
   kernel.head_dim = head_dim, kernel.rows_per_tile = std::max(num_rows, 4), kernel.step_tokens = 32;
   kernel.slot_floats = kernel.rows_per_tile * (head_dim + 2), kernel.key = kKey, kernel.scales = kScales;
   kernel.is_paged = is_paged, kernel.has_key_zero = kHasKeyZero, kernel.has_value_zero = kHasValueZero;
