@@ -253,7 +253,7 @@ def _next_cache(model: PreTrainedModel, patch: Patch) -> tuple[KVQuantConfig, st
     generating = next(iter(stand_ins(model).values()), model)
     config: KVQuantConfig | None = patch.config
     prepare: Any = GenerationMixin._prepare_generation_config  # those of some models change the model
-    if isinstance(generating, GenerationMixin):
+    if isinstance(generating, GenerationMixin) and generating.generation_config is not None:
         config = config_for(generating, prepare(generating, None)[0])
     why = notes_on(model).why_unquantized
     if why is not None:

@@ -1218,7 +1218,9 @@ def test_a_warmup_stays_within_a_table_of_positions() -> None:
     with patched(model, "none"), managed(model, max_batch_tokens=512) as manager:
         manager.warmup()
         found.clear()
-        assert manager.batch_processor.model_runner.run_one_warmup(model, num_q_tokens=512, max_kv_read=300) > 0
+        runner = manager.batch_processor.model_runner
+        assert runner.run_one_warmup(model, num_q_tokens=512, max_kv_read=300) > 0
+        assert runner.run_one_warmup(model, num_q_tokens=4, max_kv_read=None) == 0  # no position behind a page
     assert found == [model.config.n_positions - 1]
 
 

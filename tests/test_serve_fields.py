@@ -187,6 +187,7 @@ def test_an_answer_that_begins_with_thoughts(running: Running, monkeypatch: pyte
 
 OPENED, OF_QWEN, TEXT = "<think>\n", "<|im_start|>assistant\n", "so</think>it is"
 THOUGHTS = {"content": "it is", "reasoning_content": "so"}
+MENTION = " a <think> tag"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma4"])
@@ -225,6 +226,7 @@ def test_thoughts_that_the_chat_template_opens(
     [
         ("<think>so</think>it is", THOUGHTS),
         ("\n<think>so</think>it is", THOUGHTS),
+        (f"<think>so</think>it is{MENTION}", THOUGHTS | {"content": f"it is{MENTION}"}),
         ("it is <think>so</think>", None),
         ("so</think>it is", None),
     ],
@@ -244,6 +246,19 @@ def test_thoughts_that_an_answer_begins_with(
     ids = tokenizer(text, add_special_tokens=False).input_ids
     pieces = [piece for token in ids for piece in writer.write([token])]
     assert written([*pieces, *writer.finish()]) == (message or {"content": text})
+
+
+def test_no_special_token_is_written_for_the_sake_of_thoughts(folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
+    found = chats.Chats(model, tokenizer, Grammars(tokenizer, len(tokenizer), []))
+    prompt = found.tokens_of({"messages": [{"role": "user", "content": "Hi"}]}, None)
+    writer = Writer(tokenizer, reader=found.reader(prompt, None))
+    ids = tokenizer(TEXT + MENTION, add_special_tokens=False).input_ids
+    pieces = [piece for token in [*ids, tokenizer.pad_token_id] for piece in writer.write([token])]
+    assert written([*pieces, *writer.finish()]) == THOUGHTS | {"content": f"it is{MENTION}"}
 
 
 @pytest.mark.parametrize(

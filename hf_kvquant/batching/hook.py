@@ -79,7 +79,7 @@ def generate_batch(
     """
     check_version()
     _check_known(model, options)
-    for prompt in inputs:
+    for prompt in () if inputs is None else inputs:
         if isinstance(prompt, str) or getattr(prompt, "ndim", 1) == 0 or not hasattr(prompt, "__len__"):
             raise TypeError(
                 "generate_batch: `inputs` must be a list of prompts, each a list of token ids, got "

@@ -140,11 +140,18 @@ class Runner(ModelRunner):
         return padded
 
     def run_one_warmup(self, model: Any, num_q_tokens: int, max_kv_read: int | None) -> float:
-        """See `ModelRunner`. A prompt stays within a table of positions: behind it, a GPU ends the process (5.24)."""
+        """See `ModelRunner`. It stays within a table of positions: behind it, a GPU ends the process (5.24).
+
+        A decode step has the position behind a page. Where there is none, its first steps capture graphs.
+        """
         most = context_of(model)
-        if max_kv_read is not None and most is not None and has_position_table(model):
-            num_q_tokens = min(num_q_tokens, most)
-            max_kv_read = min(max_kv_read, most - num_q_tokens)
+        if most is not None and has_position_table(model):
+            if max_kv_read is None:
+                if self.cb_config.page_size >= most:
+                    return 0.0
+            else:
+                num_q_tokens = min(num_q_tokens, most)
+                max_kv_read = min(max_kv_read, most - num_q_tokens)
         seconds: float = super().run_one_warmup(model, num_q_tokens, max_kv_read)
         return seconds
 

@@ -47,12 +47,12 @@ class _Mark(dict[str, str]):
     """The mark that a config gets in this process, which other models may share. Of a checkpoint, it is a plain `dict`.
 
     Attributes:
-        parameters: The tensors that the hash is of.
+        dtypes: Of the tensors that the hash is of, by name.
     """
 
-    def __init__(self, folded_hash: str, parameters: tuple[str, ...]) -> None:
+    def __init__(self, folded_hash: str, dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__(folded_hash=folded_hash)
-        self.parameters = parameters
+        self.dtypes = dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,8 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
         )
     folded = state.result.factors_in("weights")
     if folded:
-        if _is_quantized(model, state.result) or hash_of(model, state.result.parameters) != state.result.folded_hash:
+        result = state.result
+        if _is_quantized(model, result.parameters) or hash_of(model, result.parameters) != result.folded_hash:
             raise ValueError(
                 "unsmooth: `model` must have the weights that smoothing left, got others: they were trained, cast, "
                 "quantised or replaced since. Load the original checkpoint again."
@@ -243,7 +244,7 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
         )
 
     mark = getattr(model.config, CONFIG_KEY, None)
-    is_quantized = type(mark) is dict and _is_quantized(model, result)
+    is_quantized = type(mark) is dict and _is_quantized(model, result.parameters)
     layouts = _fitting_layouts(model, result, where, foreign, is_quantized=is_quantized)
     if is_quantized:  # after folding: the hash of the weights says nothing
         if mark != {"folded_hash": result.folded_hash}:
@@ -299,13 +300,15 @@ def _fitting_layouts(
 def is_smoothed(model: PreTrainedModel) -> bool:
     """Whether the model was calibrated in this process, or its config says that factors are folded into its weights.
 
-    A config that was marked in this process says so of models with the weights that smoothing left.
+    A config that was marked in this process says so of models with the weights that smoothing left, and of those whose
+    weights are of another dtype or quantised, which cannot be compared.
     """
     mark = getattr(model.config, CONFIG_KEY, None)
     if smoothing_of(model) is not None or not isinstance(mark, _Mark):
         return smoothing_of(model) is not None or mark is not None
     try:
-        return hash_of(model, mark.parameters) == mark["folded_hash"]
+        is_other = _dtypes_of(model, mark.dtypes) != mark.dtypes or _is_quantized(model, mark.dtypes)
+        return is_other or hash_of(model, mark.dtypes) == mark["folded_hash"]
     except AttributeError:
         return True  # a part of the marked model, whose tensors have other names
 
@@ -316,10 +319,17 @@ def smoothing_of(model: PreTrainedModel) -> _State | None:
     return state
 
 
-def _is_quantized(model: PreTrainedModel, result: SmoothingResult) -> bool:
-    """Whether modules whose weights a result is known by are quantised."""
-    names = {name.rpartition(".")[0] for name in result.parameters} - {layer.name for layer in result.layers}
-    return any(quantized_tensor(module) is not None for name, module in model.named_modules() if name in names)
+def _is_quantized(model: PreTrainedModel, parameters: Iterable[str]) -> bool:
+    """Whether the innermost modules with these weights are quantised."""
+    names = {name.rpartition(".")[0] for name in parameters}
+    modules = [module for name, module in model.named_modules() if name in names and not [*module.children()]]
+    return any(quantized_tensor(module) is not None for module in modules)
+
+
+def _dtypes_of(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str, torch.dtype]:
+    """Dtypes of parameters and buffers. Raises AttributeError if the model lacks one."""
+    owners = ((name, *name.rpartition(".")[::2]) for name in parameters)
+    return {name: getattr(model.get_submodule(owner), last).dtype for name, owner, last in owners}
 
 
 def _known_by(
@@ -353,7 +363,7 @@ def _install(
         before = dataclasses.replace(before, centers=_times(before.centers, folded))
     keep(model, smoothing=_State(result, layouts, before))
     if layouts:
-        setattr(model.config, CONFIG_KEY, _Mark(result.folded_hash, result.parameters))
+        setattr(model.config, CONFIG_KEY, _Mark(result.folded_hash, _dtypes_of(model, result.parameters)))
     if layouts and not is_known:
         # Adapters for a checkpoint that was smoothed before are of that checkpoint, so they fit.
         keep_folded(model, WHERE, (side.name for layout in layouts.values() for side in (layout.key, layout.query)))

@@ -22,11 +22,11 @@ _PROBE: dict[str, Any] = {
     "type": "function",
     "function": {"name": "get_time", "description": "Time", "parameters": {"type": "object", "properties": {}}},
 }
-# Of thoughts that a chat template has opened, whatever is known of the model, and the most tokens that this takes; and
-# of those that an answer may begin with.
-_THOUGHTS: dict[str, Any] = {"open": "<think>", "close": "</think>", "content": "text"}
-_MOST_OPENING = 16
-_OWN_THOUGHTS: dict[str, Any] = {"open_pattern": r"\A\s*<think>", "close": "</think>", "content": "text"}
+# Thoughts that begin an answer, whatever is known of the model. A chat template may have opened them: the most tokens
+# that this takes, and what a reader finds then.
+_THINK, _THINK_END = "<think>", "</think>"
+_THOUGHTS: dict[str, Any] = {"open_pattern": rf"\A\s*{_THINK}", "close": _THINK_END, "content": "text"}
+_MOST_OPENING, _OPENED = 16, f"{_THINK}\n"
 
 
 class Chats:
@@ -93,15 +93,15 @@ class Chats:
         if own is not None:
             fields = {name: field for name, field in own["fields"].items() if name != CALLS}
         if self._begins_thoughts(prompt):
-            prefix = _THOUGHTS["open"]
-            if all(field.get("open") != prefix for field in fields.values()):
+            prefix = _OPENED
+            if all(field.get("open") != _THINK for field in fields.values()):
                 fields["reasoning_content"] = _THOUGHTS
         elif own is not None:
             text = self._tokenizer.decode(prompt)
             if pattern_of(own, "start_anchor").search(text):  # without it, the parser would read what users wrote
                 template, prefix = {**own}, text
         elif self._may_think:
-            fields["reasoning_content"] = _OWN_THOUGHTS
+            fields["reasoning_content"] = _THOUGHTS
         if len(fields) == 1 and own is None and tools is None:
             return None
         template["fields"] = {
@@ -110,7 +110,9 @@ class Chats:
         }
         if tools is not None:
             template["fields"] = {CALLS: self._calls_field(), **template["fields"]}
-        return Reader(template, prefix, tools)
+        # Calls, and what a type or tokenizer describes, may have special tokens around them.
+        is_plain = own is None and tools is None
+        return Reader(template, prefix, tools, skips_special=is_plain and not self._are_tags_special)
 
     def grammar(self, asked: Parameters, reader: Reader | None) -> str | None:
         """What an answer must match, compiled; `None` for nothing. Takes its time.
@@ -177,11 +179,15 @@ class Chats:
     def _begins_thoughts(self, prompt: list[int]) -> bool:
         """Whether a prompt ends with what opens thoughts, and the chat template has it: users may write that, too."""
         end = self._tokenizer.decode(prompt[-_MOST_OPENING:]).rstrip()
-        return self._may_think and end.endswith(_THOUGHTS["open"])
+        return self._may_think and end.endswith(_THINK)
 
     @property
     def _may_think(self) -> bool:
-        return _THOUGHTS["open"] in str(self._tokenizer.chat_template)
+        return _THINK in str(self._tokenizer.chat_template)
+
+    @property
+    def _are_tags_special(self) -> bool:
+        return not {_THINK, _THINK_END}.isdisjoint(self._tokenizer.all_special_tokens)
 
     def _check_tools(self) -> None:
         if not self._takes_tools:

@@ -30,16 +30,19 @@ class Reader:
     Attributes:
         num_calls: Calls so far.
         thoughts_end: What ends the thoughts with which the prompt has begun the answer; `None` if it has not.
+        skips_special: Whether it is to get no special tokens.
     """
 
-    def __init__(self, template: Mapping[str, Any], prefix: str, tools: Tools | None = None) -> None:
+    def __init__(
+        self, template: Mapping[str, Any], prefix: str, tools: Tools | None = None, *, skips_special: bool = False
+    ) -> None:
         given: Any = None if tools is None else tools.given
         self._fields = template["fields"]
         self._parser = ResponseParser(dict(template), prefix=prefix, tools=given)
         self._is_parallel = tools is None or tools.is_parallel
         self._written, self._at = "", 0  # the whole answer, and the end of what has been read of it
         self._body = ""  # of the call that is being written
-        self.num_calls = 0
+        self.num_calls, self.skips_special = 0, skips_special
         opened = None
         for each in self._parser.initial_events:
             opened = {"region_open": each["field"], "region_close": None}.get(each["type"], opened)

@@ -154,8 +154,7 @@ class Writer:
         before: Sequence[int] = (),
     ) -> None:
         self._reader = reader
-        # The reader looks for special tokens.
-        self._stream = TextStream(tokenizer, reader is None, before)
+        self._stream = TextStream(tokenizer, reader is None or reader.skips_special, before)
         self._stops = StopStrings(stop)
         self._tokens: list[int] = []
         self._num_decoded = self._num_passed = 0  # characters
