@@ -148,8 +148,11 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   const Bounds bounds =
       is_planned ? Bounds(params, plan, segment.b, segment.length) : Bounds(params, plan, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
-  for_all<kRowsOfWarp>(
-      [&](int i) { Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]); });
+  for_all<kRowsOfWarp>([&](int i) {
+    if (i < Shape::kRows / 4 || num_warps < 4) {
+      Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]);
+    }
+  });
   typename Query<Shape>::Transform transform;
   const bool is_transformed = !is_identity(params.key_transform);
   if (is_transformed)
@@ -323,9 +326,16 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   __syncwarp();
   attention.share(reinterpret_cast<float*>(stages), sums + warp * Shape::kRows);
   __syncthreads();
-  Combine<Shape::kRows, Shape::kHeadDim, Shape::kMinWarps, Shape::kIsPaged>::merge(
-      params, plan, segment, reinterpret_cast<const float*>(pipelines), num_stages * Pipeline::kStageBytes / 4,
-      Shape::kOutputStride, sums, constants, workspace);
+  const auto merge = [&](auto combine) {
+    combine.merge(params, plan, segment, reinterpret_cast<const float*>(pipelines),
+                  num_stages * Pipeline::kStageBytes / 4, Shape::kOutputStride, sums, constants, workspace);
+  };
+  // Each has its own order of sums. With four warps and more, it is that of kernels without pages.
+  if (Shape::kMinWarps < 4 && num_warps < 4) {
+    merge(Combine<Shape::kRows, Shape::kHeadDim, Shape::kMinWarps, Shape::kIsPaged>());
+  } else {
+    merge(Combine<Shape::kRows, Shape::kHeadDim, 4, Shape::kIsPaged>());
+  }
 }
 
 }  // namespace hf_kvquant::cuda

@@ -7,8 +7,6 @@
 // result does not depend on which one that is.
 #pragma once
 
-#include <type_traits>
-
 #include "../common/codes.cuh"
 #include "schedule.cuh"
 
@@ -114,8 +112,8 @@ struct Output {
   }
 };
 
-// Merges the warps of a thread block, and in the last one all parts. Loads that wait for memory are all issued at once,
-// since nothing else is left to do.
+// Merges the warps of a thread block, at least `kMinWarps`, and in the last thread block all parts. Loads that wait for
+// memory are all issued at once, since nothing else is left to do.
 template <int kRows, int kHeadDim, int kMinWarps, bool kIsPaged>
 class Combine {
   using Slot = Partial<kRows, kHeadDim>;
@@ -142,26 +140,20 @@ class Combine {
       if (!output.exists()) return;
       float maximum = -INFINITY, sum = 0.f;
       float4 total = {};
-      const auto take = [&](auto count, int first) {
-        constexpr int kCount = decltype(count)::value;
-        float2 own[kCount];
+      // Some warps at a time, so that most is known at compile time.
+#pragma unroll 1
+      for (int first = 0; first < 1 << plan.warps_log2; first += kMinWarps) {
+        float2 own[kMinWarps];
         const float before = maximum;
-        for_all<kCount>([&](int i) {
+        for_all<kMinWarps>([&](int i) {
           own[i] = sums[(first + i) * kRows + row];
           maximum = fmaxf(maximum, own[i].x);
         });
         scale(total, sum, exp2_below(before, maximum));
-        for_all<kCount>([&](int i) {
+        for_all<kMinWarps>([&](int i) {
           add(total, sum, own[i],
               *reinterpret_cast<const float4*>(values + (first + i) * warp_stride + row * row_stride + c), maximum);
         });
-      };
-      // Four warps at a time, so that most is known at compile time. All kernels do it like this, for the same bits.
-      if (kMinWarps < 4 && plan.warps_log2 == 1) {
-        take(std::integral_constant<int, 2>(), 0);
-      } else {
-#pragma unroll 1
-        for (int first = 0; first < 1 << plan.warps_log2; first += 4) take(std::integral_constant<int, 4>(), first);
       }
       if (is_whole) {
         output.write(total, maximum, sum);
