@@ -223,17 +223,24 @@ def test_mistakes(
     assert error.count("\n") == 1
 
 
+SMALL = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0", "--device", "cpu")
+
+
+def asking_for(folder: str, tmp_path: Path, **settings: Any) -> Path:
+    """A copy of a checkpoint whose generation config has these settings, too."""
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    config = path / "generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), **settings}), encoding="utf-8")
+    return path
+
+
 def test_settings_of_the_model_that_would_be_dropped(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_kvquant.serving.server.Server.serve", _serve_nothing)
-    path = tmp_path / "model"
-    shutil.copytree(folder, path)
-    config = path / "generation_config.json"
-    settings = {**json.loads(config.read_text(encoding="utf-8")), "stop_strings": ["a"], "temperature": 0.5}
-    config.write_text(json.dumps(settings), encoding="utf-8")
-    sizes = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0", "--device", "cpu")
-    assert cli.main(["serve", str(path), *sizes]) == 2
+    path = asking_for(folder, tmp_path, stop_strings=["a"], temperature=0.5)
+    assert cli.main(["serve", str(path), *SMALL]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"hf-kvquant: error: serve: {path} cannot be served like this. init_continuous_batching")
     assert "got stop_strings=['a']. Leave out" in error and "(generation_config.json) sets stop_strings." in error
@@ -244,13 +251,9 @@ def test_a_cache_that_the_checkpoint_asks_for_is_left_out(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_kvquant.serving.server.Server.serve", _serve_nothing)
-    path = tmp_path / "model"
-    shutil.copytree(folder, path)
-    config = path / "generation_config.json"
     asked = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
-    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), **asked}), encoding="utf-8")
-    sizes = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0", "--device", "cpu")
-    assert cli.main(["serve", str(path), *sizes]) == 0
+    path = asking_for(folder, tmp_path, **asked)
+    assert cli.main(["serve", str(path), *SMALL]) == 0
     names = "`cache_implementation`, `cache_config`"
     why = "is left out: --preset says what the cache is."
     assert f"hf-kvquant: serve: {names} in the generation config of {path} {why}\n" in capsys.readouterr().err

@@ -26,7 +26,7 @@ struct AttendKernel {
   int head_dim;                  // the largest it serves
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
-  int min_warps;                 // of a thread block: 2 or 4; the plan chooses these, or 4, or kMaxAttendWarps
+  int min_warps;                 // of a thread block: 2, or kFewAttendWarps if it has no code for fewer
   int slot_floats;               // of a thread block's partial result
   Storage key;                   // of the keys
   Scales scales;
@@ -45,7 +45,8 @@ struct AttendKernel {
   int fill_scratch_threads, fill_scratch_bytes;  // the latter of shared memory
 };
 
-constexpr int kMaxAttendWarps = 8;   // of a thread block of the attention kernel
+// Warps of a thread block of the attention kernel. Those of the smallest are the kernel's own: Shape::kMinWarps.
+constexpr int kFewAttendWarps = 4, kMaxAttendWarps = 8;
 constexpr int kTailTileTokens = 16;  // tokens of dense windows that a warp takes at a time
 constexpr int kGroupChannels = 32;   // channels of a group in the kernels for groups
 

@@ -24,7 +24,7 @@ MAX_SLOTS = 2**15 - 1
 CTAS_PER_MULTIPROCESSOR = 2
 # The same of the smallest, for batches of so many sequences, times heads, for each multiprocessor. With fewer, hardly
 # more than one follows another, and the longest ones come to an end alone: 64 sequences of 1k to 16k tokens took 1.2 to
-# 1.6 times as long, 128 of 0.5k to 2k 0.82 to 0.95 times (H200, 8 heads, 2026-12).
+# 1.6 times as long, 128 of 0.5k to 2k 0.84 to 0.97 times (H200, 8 heads, 2026-12).
 SMALL_CTAS_PER_MULTIPROCESSOR, MANY_PER_MULTIPROCESSOR = 4, 7
 
 

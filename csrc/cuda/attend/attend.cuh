@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
       is_planned ? Bounds(params, plan, segment.b, segment.length) : Bounds(params, plan, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
   for_all<kRowsOfWarp>([&](int i) {
-    if (i < Shape::kRows / 4 || num_warps < 4) {
+    if (i < Shape::kRows / kFewAttendWarps || num_warps < kFewAttendWarps) {
       Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]);
     }
   });
@@ -330,11 +330,11 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     combine.merge(params, plan, segment, reinterpret_cast<const float*>(pipelines),
                   num_stages * Pipeline::kStageBytes / 4, Shape::kOutputStride, sums, constants, workspace);
   };
-  // Each has its own order of sums. With four warps and more, it is that of kernels without pages.
-  if (Shape::kMinWarps < 4 && num_warps < 4) {
+  // Each has its own order of sums. Where warps are not the fewest, it is that of kernels without pages.
+  if (Shape::kMinWarps < kFewAttendWarps && num_warps < kFewAttendWarps) {
     merge(Combine<Shape::kRows, Shape::kHeadDim, Shape::kMinWarps, Shape::kIsPaged>());
   } else {
-    merge(Combine<Shape::kRows, Shape::kHeadDim, 4, Shape::kIsPaged>());
+    merge(Combine<Shape::kRows, Shape::kHeadDim, kFewAttendWarps, Shape::kIsPaged>());
   }
 }
 

@@ -24,8 +24,8 @@ struct Shape {
   static constexpr bool kIsPlain = kKey == Storage::none;  // no codes at all: see plain_attention.cuh
   static_assert(kIsPlain == (kValue == Storage::none));
   // Warps of a thread block, at least. A warp prepares and merges more rows the fewer there are, as far as registers
-  // hold these; and only split plans want fewer than 4, so only kernels for pages have code for them.
-  static constexpr int kMinWarps = kIsPaged && kHeadDim <= 128 && kRows * kHeadDim <= 1024 ? 2 : 4;
+  // hold these; and only split plans want fewer than kFewAttendWarps, so only kernels for pages have code for them.
+  static constexpr int kMinWarps = kIsPaged && kHeadDim <= 128 && kRows * kHeadDim <= 1024 ? 2 : kFewAttendWarps;
   static constexpr bool kIsPaired = kRows == 4;
   static_assert(!kIsPaired || is_integer(kKey), "only integer queries come in two bytes");
   // A warp quantises a new key and its value at once, with the same code: both have the same format, and each row takes

@@ -9,8 +9,7 @@
 namespace hf_kvquant::cuda {
 namespace {
 
-// Warps of a multiprocessor, in thread blocks of one or two sizes unless a plan wants smaller ones.
-constexpr int kWarps = 8, kFewWarps = 4;
+constexpr int kWarps = 8;  // of a multiprocessor
 
 Occupancy find_occupancy(const AttendKernel& kernel, int num_warps, const Device& device) {
   const auto fits = [&](int stages) { return bytes_needed(kernel, num_warps, stages) <= device.bytes_per_cta; };
@@ -54,7 +53,7 @@ double predict(const AttendKernel& kernel, const ArchSpec& arch, int num_multipr
   const double filled_in =
       std::min(1.0, (cut.ctas_per_multiprocessor - 1) * most * num_multiprocessors / arch.bandwidth);
   return static_cast<double>(whole) * wave(slots) + (rest > 0 ? wave(rest) : 0) +
-         arch.start_and_end[cut.num_warps > kFewWarps] +
+         arch.start_and_end[cut.num_warps > kFewAttendWarps] +
          arch.turn * (1 - filled_in) * static_cast<double>(whole - (rest > 0 ? 0 : 1)) +
          (cut.splits > 1 ? arch.combine + arch.combine_part * static_cast<double>(cut.splits) : 0);
 }
@@ -64,7 +63,7 @@ Cut fastest_cut(const AttendKernel& kernel, const Device& device, int64_t num_un
   const ArchSpec arch = arch_of(device.capability, device.num_multiprocessors);
   Cut best{};
   double least = 0;
-  for (int num_warps = kFewWarps; num_warps <= kMaxAttendWarps; num_warps *= 2) {
+  for (int num_warps = kFewAttendWarps; num_warps <= kMaxAttendWarps; num_warps *= 2) {
     const int most_ctas = occupancy_of(kernel, num_warps, device).ctas_per_multiprocessor;
     for (int ctas = std::min(2, most_ctas); ctas > 0 && ctas <= most_ctas; ++ctas) {
       const int64_t slots = int64_t{device.num_multiprocessors} * ctas;
@@ -123,13 +122,13 @@ Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_uni
       [&] { return fastest_cut(kernel, device, num_units, steps, splits, most_splits); });
 }
 
-bool is_fine(const Device& device, int64_t num_shares) {
-  const int few = kWarps / kFewWarps * device.num_multiprocessors;
+bool is_fine_plan(const Device& device, int64_t num_shares) {
+  const int few = kWarps / kFewAttendWarps * device.num_multiprocessors;
   return num_shares > few + few / 2;
 }
 
 Cut planned_cut(const AttendKernel& kernel, const Device& device, bool is_fine) {
-  const int num_warps = is_fine ? kernel.min_warps : kFewWarps;
+  const int num_warps = is_fine ? kernel.min_warps : kFewAttendWarps;
   const int most_ctas = occupancy_of(kernel, num_warps, device).ctas_per_multiprocessor;
   return {most_ctas > 0 ? 1 : 0, num_warps, std::min(kWarps / num_warps, most_ctas)};
 }

@@ -252,7 +252,7 @@ DecodePlan plan_attend(const Call& call, std::string* why_not) {
   const int64_t planned_units = wanted_splits > 0 ? num_row_tiles * params.num_kv_heads : num_units;
   const Device device = current_device();
   const int num_slots = std::max(0, params.num_planned - params.batch);
-  const bool is_fine = cuda::is_fine(device, int64_t{num_slots} * params.num_kv_heads);
+  const bool is_fine = is_fine_plan(device, int64_t{num_slots} * params.num_kv_heads);
   const Cut cut = is_planned ? planned_cut(kernel, device, is_fine)
                              : choose_cut(kernel, device, planned_units, steps, wanted_splits, most_splits);
   if (cut.splits == 0) {

@@ -66,7 +66,7 @@ Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_uni
 
 // Whether a split plan of at most `num_shares` shares of all heads was made for the smallest thread blocks, of which
 // twice as many run at once: see num_slots_of in hf_kvquant/ops/planning.py.
-bool is_fine(const Device& device, int64_t num_shares);
+bool is_fine_plan(const Device& device, int64_t num_shares);
 
 // The cut where a split plan says how sequences are split: many small thread blocks.
 Cut planned_cut(const AttendKernel& kernel, const Device& device, bool is_fine);

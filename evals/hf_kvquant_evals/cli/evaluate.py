@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import itertools
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -120,10 +119,10 @@ def checked_cells(args: argparse.Namespace) -> list[long_context.Cell]:
 
 
 def _length(word: str) -> int:
-    match = re.fullmatch(r"([1-9]\d*)(k?)", word.lower())
-    if match is None:
-        raise UsageError(f"`--lengths` must be numbers of tokens such as 512 or 4k, got '{word}'.")
-    return int(match[1]) * (1024 if match[2] else 1)
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        if (length := options.tokens(word)) > 0:
+            return length
+    raise UsageError(f"`--lengths` must be numbers of tokens such as 512 or 4k, got '{word}'.")
 
 
 def _depth(word: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 
 from hf_kvquant.calibration.choices import CALIBRATED_PRESET
 from hf_kvquant.cli.arguments import check_counts, checked_configs, checked_output
@@ -47,8 +48,10 @@ def add_preparation(parser: argparse.ArgumentParser) -> None:
 
 def tokens(word: str) -> int:
     """A number of tokens as an option has it; 1k is 1024."""
-    digits = word.lower().removesuffix("k")
-    return int(digits) * (1 if digits == word else 1024)
+    match = re.fullmatch(r"(\d+)(k?)", word.lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens such as 512 or 4k, got '{word}'")
+    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def check_installed(package: str, purpose: str, more: str = "") -> None:
