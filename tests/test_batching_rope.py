@@ -20,6 +20,7 @@ from waiting import until
 
 from hf_kvquant import patched
 from hf_kvquant.batching import manager as manager_module
+from hf_kvquant.batching.cache import PagedCache
 from hf_kvquant.batching.rope import RopeByRequest
 from hf_kvquant.batching.sampling import KEY, Sampling
 from hf_kvquant.models.rope import Switch, recomputes
@@ -195,3 +196,12 @@ def test_a_text_that_is_computed_again_needs_steps_one_after_the_other() -> None
         message = "`use_async_batching` must be False for Phi3ForCausalLM, .* exceeds 24 tokens, got True"
         with pytest.raises(NotImplementedError, match=message):
             model.generate_batch([SHORT], continuous_batching_config=settings(use_async_batching=True))
+
+
+def test_a_manager_that_starts_keeps_pages_and_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with forwards of modules with states."""
+    forgotten: list[str] = []
+    monkeypatch.setattr(PagedCache, "forget_pages", lambda _: forgotten.append("pages"))
+    with patched(built("phi3"), "int8") as model, managed(model, 4) as manager:
+        answers(manager, [[3, 1, 4]])
+    assert forgotten == []

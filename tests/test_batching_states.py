@@ -43,8 +43,9 @@ from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOC
 
 from hf_kvquant.batching.batch import Group, Request, groups_of
 from hf_kvquant.batching.cache import PagedCache
-from hf_kvquant.batching.forwards import unwrap, wrap
+from hf_kvquant.batching.forwards import Wrapper, unwrap
 from hf_kvquant.batching.memory import PageMemory
+from hf_kvquant.batching.runner import Runner
 from hf_kvquant.batching.slots import add_lengths
 from hf_kvquant.batching.state_layers import StateLayers, StateProbe, forward_of_state, why_not_grouped
 from hf_kvquant.batching.states import STATES, GroupLayer, StateLayout, StatePart
@@ -483,14 +484,34 @@ def test_a_forward_of_somebody_else_is_called_and_comes_back() -> None:
     module.layer_idx = 0
     own = functools.partial(torch.nn.functional.linear, weight=module.weight)
     module.forward = own
-    wrap([module], forward_of_state)
-    wrap([module], forward_of_state)
+    wrapper = Wrapper([module], forward_of_state)
+    wrapper.wrap()
+    given = module.forward
+    wrapper.wrap()
     x = torch.ones(1, 2)
-    assert torch.equal(module(x), own(x)) and module.forward is not own
+    assert torch.equal(module(x), own(x)) and module.forward is given is not own
     unwrap([module])
     assert module.forward is own
     unwrap([module])
     assert module.forward is own
+    wrapper.wrap()
+    assert module.forward is given
+    module.forward = torch.nn.functional.relu  # meanwhile
+    wrapper.wrap()
+    assert torch.equal(module(-x), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "zamba2"])
+def test_a_manager_that_starts_keeps_pages_and_captured_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It replaces forwards of modules anew whenever it starts, and the model stays the same by that."""
+    forgotten: list[str] = []
+    for owner, method in ((PagedCache, "forget_pages"), (Runner, "forget_graphs")):
+        monkeypatch.setattr(owner, method, lambda _, method=method: forgotten.append(method))
+    with patched(models.family(name), INT8) as model:
+        for _ in range(2):  # the second time by the manager that is kept
+            model.generate_batch(PROMPTS, generation(4), settings(), persistent_manager=True, warmup=True)
+            assert forgotten == []
+        check_nothing_leaks(model)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

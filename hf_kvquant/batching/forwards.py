@@ -9,18 +9,36 @@ from typing import Any
 from torch import nn
 
 
-def wrap(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> None:
-    """Let modules call `forward(module, theirs, *args, **kwargs)`, where `theirs` is what they would call otherwise.
+class Wrapper:
+    """Lets modules call another function in place of their `forward`, as long as a manager has their model.
 
-    One that was given here before gives way. `unwrap` undoes it exactly.
+    Args:
+        modules: Whose `forward` gives way.
+        forward: Called as `forward(module, theirs, *args, **kwargs)`, where `theirs` is what a module would call
+            otherwise.
     """
-    for module in modules:
-        before: Any = module.__dict__.get("forward")
-        module.forward = functools.partial(_call, module, forward, before.args[2] if _is_ours(before) else before)
+
+    def __init__(self, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> None:
+        self._modules, self._forward = list(modules), forward
+        self._given: dict[nn.Module, functools.partial[Any]] = {}
+
+    def wrap(self) -> None:
+        """Give modules the function. One that was given here before gives way. `unwrap` undoes it exactly.
+
+        A module gets the same object again. With another one it would be another model for `fingerprint`, and a manager
+        would forget pages and captured steps whenever it starts.
+        """
+        for module in self._modules:
+            before: Any = module.__dict__.get("forward")
+            theirs = before.args[2] if _is_ours(before) else before
+            given = self._given.get(module)
+            if given is None or given.args[2] is not theirs:
+                given = self._given[module] = functools.partial(_call, module, self._forward, theirs)
+            module.forward = given
 
 
 def unwrap(modules: Iterable[nn.Module]) -> None:
-    """Undo `wrap`. Modules that have another `forward` keep it."""
+    """Undo `Wrapper.wrap`. Modules that have another `forward` keep it."""
     for module in modules:
         forward: Any = module.__dict__.get("forward")
         if _is_ours(forward):

@@ -36,7 +36,7 @@ from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer, check_room
-from .forwards import unwrap, wrap
+from .forwards import Wrapper, unwrap
 from .grammars import Grammars
 from .memory import CPU_SHARE
 from .rope import RopeByRequest
@@ -329,6 +329,9 @@ class Manager(ContinuousBatchingManager):
         }
         self._states = None if self._state_layers is None else self._state_layers.layout
         self._rope = RopeByRequest.of(model)
+        self._wrappers = [] if self._rope is None else [self._rope.wrapper]
+        if self._state_layers is not None:
+            self._wrappers.append(Wrapper(self._state_layers.modules.values(), forward_of_state))
         if continuous_batching_config.num_blocks is not None:
             check_room(self._layers, self._states, continuous_batching_config.num_blocks, is_given=True)
         resolved = copy.copy(continuous_batching_config)
@@ -359,10 +362,8 @@ class Manager(ContinuousBatchingManager):
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set our attention over pages, which needs no flash attention, and our forwards of other modules."""
         set_attention(model, self._paged_attention)
-        if self._state_layers is not None:
-            wrap(self._state_layers.modules.values(), forward_of_state)
-        if self._rope is not None:
-            self._rope.wrap()
+        for each in self._wrappers:
+            each.wrap()
 
     def _restore_attention(self, model: Any) -> None:
         """Set what `generate` has again: attention, unless another has been set meanwhile, and other modules."""

@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from ..models.rope import Switch, switch_of
 from .batch import past_of
-from .forwards import wrap
+from .forwards import Wrapper
 from .sampling import sampling_of
 
 
@@ -34,11 +34,12 @@ class RopeByRequest:
 
     Attributes:
         switch: Of the model.
+        wrapper: Lets the modules give each token the factors of its request.
     """
 
     def __init__(self, model: PreTrainedModel, switch: Switch) -> None:
         self.switch = switch
-        self._modules = [module for module in model.modules() if _has_switch(module)]
+        self.wrapper = Wrapper((module for module in model.modules() if _has_switch(module)), self._forward)
         # Of the tokens of the next forward, [tokens]; None: positions tell.
         self._is_long: Tensor | None = None
 
@@ -47,10 +48,6 @@ class RopeByRequest:
         """`None` for models with one set of factors."""
         switch = switch_of(model)
         return None if switch is None else cls(model, switch)
-
-    def wrap(self) -> None:
-        """Let the modules give each token the factors of its request, until `forwards.unwrap`."""
-        wrap(self._modules, self._forward)
 
     def is_long(self, state: RequestState) -> bool:
         """Whether all tokens of a request have the factors of long texts, the first ones included."""

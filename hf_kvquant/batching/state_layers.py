@@ -143,7 +143,7 @@ def why_not_grouped(layers: StateLayers) -> str | None:
 
 
 def forward_of_state(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces the `forward` of a module with a state: see `forwards.wrap`.
+    """Replaces the `forward` of a module with a state: see `forwards.Wrapper`.
 
     Args:
         module: Whose it is.
