@@ -19,13 +19,12 @@ IMAGE = (
     "![Line chart: output tokens a second against the bytes of the cache, with a line each for bf16 and for "
     "presets.](../evals/results/batching.svg)"
 )
-# All systems, and the sizes of the cache in GB with which they are compared on that workload; None: all memory.
+# How tables call the systems that are no presets.
 NAMES = {
     "transformers": "transformers, sdpa",
     THEIRS: "transformers, FlashAttention-2",
     "none": "`none`: our pages, bf16",
 }
-COMPARED_GB = 24.0, None
 
 
 def both(results: Results) -> list[Row]:
@@ -67,19 +66,17 @@ gain_sentence = Text(
 
 def compared(results: Results) -> list[Row]:
     """What was measured on one workload, by the size of the cache and the number of requests."""
-    found = [
-        each for each in results["workloads"] if each["workload"] == DRAWN_WORKLOAD and each["cache_gb"] in COMPARED_GB
-    ]
-    return sorted(found, key=lambda each: (COMPARED_GB.index(each["cache_gb"]), -each["requests"]))
+    found = [each for each in results["workloads"] if each["workload"] == DRAWN_WORKLOAD]
+    return sorted(found, key=lambda each: (each["cache_gb"] or float("inf"), -each["requests"]))
 
 
 def systems(results: Results) -> list[Row]:
     """A row of each system, with what it did in each of `compared`."""
     found = compared(results)
-    names = dict.fromkeys([*NAMES, *(row["system"] for each in found for row in each["rows"])])
+    measured = dict.fromkeys(row["system"] for each in found for row in each["rows"])
     return [
         {"shown": NAMES.get(name, f"`{name}`"), **{str(i): at(name, each["rows"]) for i, each in enumerate(found)}}
-        for name in names
+        for name in sorted(measured, key=lambda name: [*NAMES, name].index(name))
     ]
 
 
@@ -116,6 +113,9 @@ caption = Text(
     "step; shared ones count for each request. The first token waits for the requests before it. Requests of the last "
     "table are as in the first line. A dash: not measured.",
     origin("batching", "torch", "transformers"),
+)
+memory_caption = Text(
+    "The same with all memory, and with fewer requests.", origin("batching_memory", "torch", "transformers")
 )
 
 
@@ -166,6 +166,7 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
 
 PARTS = (
     Part("batching", ("batching",), (IMAGE, throughput_table, systems_table, caption)),
+    Part("batching-memory", ("batching_memory",), (memory_caption, throughput_table, systems_table)),
     Part("batching-host", ("batching_host",), (host_sentence,)),
 )
 PICTURES = (Picture("batching", ("batching",), plotted, draw),)

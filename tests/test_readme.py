@@ -439,13 +439,13 @@ def test_batching_table(renderer: ModuleType) -> None:
     ]  # fmt: skip
     assert rows[3][:4] == ["256", "16,384, shared", "512", "all memory"] and len(rows) == 4
     assert results["gpu"] in renderer.render_batching.caption(results)
+    assert results["gpu"] in renderer.render_batching.memory_caption(results)
     assert "writes 1.8 to 1.8 times the tokens a second" in renderer.render_batching.gain_sentence(results)
     lines = renderer.render_batching.systems_table(results).splitlines()
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "---" not in line] == [
         ["tokens/s", "24 GB, 512 requests", "24 GB, 51 requests"],
         ["transformers, sdpa", "-", "229"],
         ["transformers, FlashAttention-2", "4,616", "-"],
-        ["`none`: our pages, bf16", "-", "-"],
         ["`int4-token`", "8,127", "-"],
         ["`int8`", "-", "3,000"],
     ]
