@@ -927,6 +927,15 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/batching/forwards.py",
+        (
+            "given is None or given.args[2] is not theirs",
+            "True",
+            "a manager that starts forgets its pages and captured steps",
+            "batching_states",
+        ),
+    ),
+    *of(
         "hf_kvquant/batching/manager.py",
         (
             "is_same and self._hash == weights_hash(model)",
