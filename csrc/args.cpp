@@ -987,7 +987,7 @@ DeltaChunksParams delta_chunks_params(const Tensor& query, const Tensor& key, co
 }
 
 void check_split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots,
-                      int64_t min_tokens) {
+                      int64_t most_slots, int64_t min_tokens, int64_t tokens_between) {
   KVQ_CHECK(lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Int && lengths.is_contiguous() &&
                 lengths.size(0) > 0,
             "split_plan: `lengths` must be [batch] torch.int32 and contiguous, and not empty, got ", shape_of(lengths),
@@ -1001,8 +1001,13 @@ void check_split_plan(const Tensor& lengths, const std::optional<Tensor>& starts
   }
   KVQ_CHECK(num_slots >= 0 && num_slots <= kMaxSlots, "split_plan: `num_slots` must be between 0 and ", kMaxSlots,
             ", got ", num_slots, ".");
+  const int64_t most = num_slots > 0 && num_slots <= kMaxChosenSlots ? kMaxSlots : num_slots;
+  KVQ_CHECK(most_slots >= num_slots && most_slots <= most, "split_plan: `most_slots` must be between ", num_slots,
+            " and ", most, " for ", num_slots, " slots, got ", most_slots, ".");
   KVQ_CHECK(min_tokens > 0 && min_tokens <= kMaxInt, "split_plan: `min_tokens` must be positive, got ", min_tokens,
             ".");
+  KVQ_CHECK(tokens_between >= 0 && tokens_between <= kMaxInt, "split_plan: `tokens_between` must be at least 0, got ",
+            tokens_between, ".");
   to_int("split_plan", "batch", lengths.size(0));
 }
 

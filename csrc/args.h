@@ -83,7 +83,7 @@ DeltaChunksParams delta_chunks_params(const Tensor& query, const Tensor& key, co
                                       const Tensor& read_slots, const Tensor& write_slots);
 // Lengths and starts of a batch, on the device, and how many slots its plan has.
 void check_split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots,
-                      int64_t min_tokens);
+                      int64_t most_slots, int64_t min_tokens, int64_t tokens_between);
 
 void check_prefetch(const Tensor& weight, int64_t num_bytes);
 

@@ -17,7 +17,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 23;
+constexpr int kOpsVersion = 24;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kMaxScratchBytes = 64 << 20;  // of the tiles that long chunks read: 16k tokens of eight heads of 128
@@ -26,6 +26,7 @@ constexpr int kTailColumns = 2;      // of a page table, before its pages; see r
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
 constexpr int kMaxCudaHeadDim = 256;  // above it, ops/kernels.py chooses the reference
 constexpr int kMaxCudaAppended = 512;  // channels of rows that kernels append, for latents
+constexpr int kMaxChosenSlots = 1024;  // of a split plan that chooses between these and more
 constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3, int3 = 4, int2 = 5 };

@@ -436,14 +436,16 @@ Tensor delta_chunks(const Tensor& query, const Tensor& key, const Tensor& value,
   return out;
 }
 
-Tensor split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots, int64_t min_tokens) {
-  check_split_plan(lengths, starts, num_slots, min_tokens);
+Tensor split_plan(const Tensor& lengths, const std::optional<Tensor>& starts, int64_t num_slots, int64_t most_slots,
+                  int64_t min_tokens, int64_t tokens_between) {
+  check_split_plan(lengths, starts, num_slots, most_slots, min_tokens, tokens_between);
   const CudaDevice device(lengths);
-  Tensor plan = empty_beside(lengths, {lengths.size(0) + num_slots, 4});
+  Tensor plan = empty_beside(lengths, {lengths.size(0) + most_slots, 4});
   const void* const padding = starts.has_value() ? starts->const_data_ptr() : nullptr;
   cuda::split_plan(static_cast<const int32_t*>(lengths.const_data_ptr()), static_cast<const int32_t*>(padding),
-                   static_cast<int>(lengths.size(0)), static_cast<int>(num_slots), static_cast<int>(min_tokens),
-                   static_cast<int32_t*>(plan.data_ptr()), device.stream);
+                   static_cast<int>(lengths.size(0)), static_cast<int>(num_slots), static_cast<int>(most_slots),
+                   static_cast<int>(min_tokens), static_cast<int>(tokens_between), static_cast<int32_t*>(plan.data_ptr()),
+                   device.stream);
   return plan;
 }
 

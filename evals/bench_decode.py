@@ -300,8 +300,8 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
     num_sets, tokens = sets_needed(bytes_held(shape, layout)), lengths_held(shape, layout)
     paged = PagedSets.random(shape, layout, num_sets)
     lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
-    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads, shape.batch)
-    plan = ops.split_plan(lengths, num_slots) if shape.batch > 1 else None
+    num_slots, most_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads, shape.batch)
+    plan = ops.split_plan(lengths, num_slots, None, most_slots) if shape.batch > 1 else None
     counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
     new = torch.randn(2, shape.batch, shape.num_kv_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE).unbind()
@@ -319,7 +319,7 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
             f"bench_decode: {shape.describe()}, {preset}, pages: relative error {error:.2e} exceeds its bound "
             f"{bound:.2e}."
         )
-    planning = time_calls(lambda _: ops.split_plan(lengths, num_slots), num_sets, replays)
+    planning = time_calls(lambda _: ops.split_plan(lengths, num_slots, None, most_slots), num_sets, replays)
     return time_calls(run, num_sets, replays), planning, error
 
 
@@ -331,11 +331,11 @@ def time_planned(shape: Shape, preset: str, names: tuple[str, ...], replays: int
     """
     layout = layout_of(preset)
     lengths, starts = bounds_of(shape, lengths_held(shape, layout))
-    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads, shape.batch)
-    plan = ops.split_plan(lengths, num_slots, starts)
+    num_slots, most_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads, shape.batch)
+    plan = ops.split_plan(lengths, num_slots, starts, most_slots)
     timings, error = time_preset(shape, preset, [names], replays, plan)
     num_sets = sets_needed(bytes_held(shape, layout))
-    planning = time_calls(lambda _: ops.split_plan(lengths, num_slots, starts), num_sets, replays)
+    planning = time_calls(lambda _: ops.split_plan(lengths, num_slots, starts, most_slots), num_sets, replays)
     return timings[0], planning, error
 
 

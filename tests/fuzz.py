@@ -220,7 +220,8 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
             "split_plan": None,
         }
         if not is_ring and call["num_splits"] == 0 and dice.random() < 0.5:
-            plan = ops.split_plan(case.lengths_tensor(), dice.choice((0, 2, 40)), starts)
+            num_slots = dice.choice((0, 2, 40))
+            plan = ops.split_plan(case.lengths_tensor(), num_slots, starts, dice.choice((1, 2)) * num_slots)
             call["split_plan"] = memory.place(plan, 0)
     call |= kinds
     return {argument: call[argument] for argument in NAMES[name]}

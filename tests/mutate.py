@@ -556,6 +556,18 @@ MUTATIONS = [
             "split_plan",
         ),
         (
+            "many + tokens_between < few",
+            "few + tokens_between < many",
+            "more shares are made where they end later",
+            "split_plan",
+        ),
+        (
+            "ends = first.flip(0)",
+            "ends = first",
+            "the longest share is taken to be followed by the next longest",
+            "split_plan",
+        ),
+        (
             "argsort(descending=True, stable=True)",
             "argsort(stable=True)",
             "long shares come last",

@@ -31,7 +31,8 @@ from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.lengths import Lengths
 from hf_kvquant.upstream.releases import cache_of, with_cache
 
-NUM_SLOTS = 33
+SLOTS = 33, 66
+TOKENS = planning.MIN_TOKENS, planning.TOKENS_BETWEEN
 NEW_TOKENS = 5
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CODED = [name for name in PRESETS if name != "none"]
@@ -57,7 +58,7 @@ class Watch(TorchDispatchMode):
                 lengths, starts = named["lengths"], named["starts"]
                 if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
                     return func(*args, **(kwargs or {}))  # nothing has been computed yet
-                expected = planning.split_plan_reference(lengths.cpu(), starts.cpu(), NUM_SLOTS, planning.MIN_TOKENS)
+                expected = planning.split_plan_reference(lengths.cpu(), starts.cpu(), *SLOTS, *TOKENS)
                 compare.assert_same(plan, expected, "split plan")
         return func(*args, **(kwargs or {}))
 
@@ -73,7 +74,7 @@ def every_device_takes_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             self.takes_split_plan = all(each.is_quantized for each in layout.formats) and not layout.is_ring
 
     monkeypatch.setattr(ops.Operands, "__init__", takes_plans)
-    monkeypatch.setattr(ops, "num_slots_of", lambda device, num_kv_heads, num_sequences: NUM_SLOTS)
+    monkeypatch.setattr(ops, "num_slots_of", lambda device, num_kv_heads, num_sequences: SLOTS)
     monkeypatch.setattr(dealing, "MIN_SEQUENCES_PER_SLOT", 0)
     monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
@@ -337,7 +338,7 @@ def test_chunks_and_float32_get_no_plan(device: str) -> None:
 
 def test_few_sequences_get_no_plan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for least, made in ((3, 1), (4, 0)):  # of the three sequences that there are
-        monkeypatch.setattr(dealing, "MIN_SEQUENCES_PER_SLOT", least / NUM_SLOTS)
+        monkeypatch.setattr(dealing, "MIN_SEQUENCES_PER_SLOT", least / SLOTS[0])
         step = Step(device)
         step.fill(2000)
         with Watch() as watch:

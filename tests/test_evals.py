@@ -195,7 +195,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(timing.ReadBandwidth, "gbps", lambda self, num_bytes: 100.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench.ops, "has_kernels", lambda device_type: True)
-    monkeypatch.setattr(bench.ops, "num_slots_of", lambda device, num_kv_heads, num_sequences: 4)
+    monkeypatch.setattr(bench.ops, "num_slots_of", lambda device, num_kv_heads, num_sequences: (4, 8))
     decode = bench.ops.decode
     monkeypatch.setattr(bench.ops, "decode", lambda *args, counters, **kwargs: decode(*args, **kwargs))
     return bench

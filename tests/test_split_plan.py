@@ -13,18 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvquant import PRESETS, ops
-from hf_kvquant.ops.planning import MIN_TOKENS
+from hf_kvquant.ops.planning import MIN_TOKENS, TOKENS_BETWEEN
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout, Rows
 
 FROZEN = KVFormat("int8", "tensor")
-SLOTS = 33, 300  # of two heads: the first for thread blocks of four warps, the second of two
+SLOTS = 33, 600  # of two heads: the first for thread blocks of four warps, the second of two
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def plan_of(lengths: list[int], num_slots: int) -> list[list[int]]:
-    plan = ops.split_plan(torch.tensor(lengths, dtype=torch.int32), num_slots)
-    assert plan.shape == (len(lengths) + num_slots, 4) and plan.dtype == torch.int32 and plan.is_contiguous()
+def plan_of(lengths: list[int], num_slots: int, most_slots: int | None = None) -> list[list[int]]:
+    plan = ops.split_plan(torch.tensor(lengths, dtype=torch.int32), num_slots, None, most_slots)
+    num_entries = len(lengths) + (num_slots if most_slots is None else most_slots)
+    assert plan.shape == (num_entries, 4) and plan.dtype == torch.int32 and plan.is_contiguous()
     found = [[b, length, share & 0xFFFF, share >> 16, first] for b, length, share, first in plan.tolist()]
     assert all(entry[1] == lengths[entry[0]] for entry in found if entry[0] >= 0)
     return [[b, share, shares, first] for b, _, share, shares, first in found]
@@ -103,14 +104,61 @@ def test_only_long_sequences_are_cut(lengths: list[int], expected: list[int]) ->
     assert [shares[b] for b in range(len(lengths))] == expected
 
 
+@given(st.lists(st.integers(-1, 20_000), min_size=1, max_size=80), st.integers(1, 40), st.integers(1, 3))
+def test_more_shares_are_made_where_they_end_earlier(lengths: list[int], num_slots: int, times: int) -> None:
+    def estimated(plan: list[list[int]]) -> int:
+        """A slot takes the next share when it is free, as far as each takes two; see _estimated_end."""
+        sizes = [-(-max(lengths[b], 0) // shares) for b, _, shares, _ in plan if b >= 0]
+        free = sizes[:num_slots] + [0] * (num_slots - len(sizes))
+        ends = [max(free), sum(max(length, 0) for length in lengths) // num_slots]
+        for size, before in zip(sizes[num_slots:], reversed(free), strict=False):
+            ends.append(before + size + TOKENS_BETWEEN if size else 0)
+        return max(ends)
+
+    most_slots = times * num_slots
+    few, many = plan_of(lengths, num_slots), plan_of(lengths, most_slots)
+    expected = many if estimated(many) + TOKENS_BETWEEN < estimated(few) else few
+    unused = [[-1, 0, 0, 0]] * (len(lengths) + most_slots - len(expected))
+    assert plan_of(lengths, num_slots, most_slots) == expected + unused
+
+
 @pytest.mark.parametrize(
-    ("num_kv_heads", "num_sequences", "expected"),
-    [(8, 1, 33), (8, 115, 33), (8, 116, 66), (8, 512, 66), (1, 924, 528), (2, 300, 132)],
+    ("lengths", "expected"),
+    [
+        ([8192] * 20, 3),  # two thirds one after the other end earlier than a whole sequence
+        ([8192] * 26, 1),  # two halves do not
+        ([8192] * 36, 1),  # with twice the slots, none is long enough to be cut
+        ([16000] * 10 + [2000] * 20, 5),  # else 2
+        ([2000] * 20, 1),
+    ],
 )
-def test_very_many_sequences_have_twice_the_slots(
-    num_kv_heads: int, num_sequences: int, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_shares_in_two_rows(lengths: list[int], expected: int) -> None:
+    assert max(n for _, _, n, _ in plan_of(lengths, 33, 66)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_sequences", "multiprocessors", "expected"),
+    [
+        (8, 1, 132, (33, 66)),
+        (8, 65, 132, (33, 66)),
+        (8, 66, 132, (33, 33)),
+        (8, 115, 132, (33, 33)),
+        (8, 116, 132, (99, 99)),
+        (8, 512, 132, (99, 99)),
+        (1, 924, 132, (792, 792)),
+        (2, 200, 132, (132, 264)),
+        (1, 512, 512, (1024, 2048)),
+        (1, 513, 513, (1026, 1026)),
+    ],
+)
+def test_slots_suit_the_sequences(
+    num_kv_heads: int,
+    num_sequences: int,
+    multiprocessors: int,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = SimpleNamespace(multi_processor_count=132)
+    gpu = SimpleNamespace(multi_processor_count=multiprocessors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     assert ops.num_slots_of(torch.device("cuda"), num_kv_heads, num_sequences) == expected
 
@@ -200,6 +248,26 @@ def test_lengths_that_make_no_plan_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("num_slots", "most_slots", "most"), [(4, 3, 32767), (4, 32768, 32767), (0, 1, 0), (1025, 1026, 1025)]
+)
+def test_slots_that_make_no_plan_are_refused(num_slots: int, most_slots: int, most: int, device: str) -> None:
+    lengths = torch.zeros(3, dtype=torch.int32, device=device)
+    message = f"`most_slots` must be between {num_slots} and {most} for {num_slots} slots, got {most_slots}"
+    with pytest.raises(ValueError, match=f"split_plan: {message}"):
+        ops.split_plan(lengths, num_slots, None, most_slots)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [((0, 1), "`min_tokens` must be positive, got 0"), ((1, -1), "`tokens_between` must be at least 0, got -1")],
+)
+def test_tokens_that_make_no_plan_are_refused(tokens: tuple[int, int], message: str, device: str) -> None:
+    lengths = torch.zeros(3, dtype=torch.int32, device=device)
+    with pytest.raises((ValueError, RuntimeError), match=f"split_plan: {message}"):
+        torch.ops.hf_kvquant.split_plan(lengths, None, 4, 4, *tokens)
+
+
+@pytest.mark.parametrize(
     ("starts", "message"),
     [
         (torch.zeros(2, dtype=torch.int32), r"\[3\] torch.int32 and contiguous like `lengths`, got \[2\]"),
@@ -229,10 +297,11 @@ def test_starts_that_make_no_plan_are_refused(starts: torch.Tensor, message: str
 def test_the_kernel_makes_the_plan_of_the_reference(batch: int, most: int) -> None:
     lengths = torch.randint(-1, most, (batch,), dtype=torch.int32, generator=torch.Generator().manual_seed(batch))
     starts = torch.randint(-1, most, (batch,), dtype=torch.int32, generator=torch.Generator().manual_seed(most))
-    for num_slots in (0, 33, 300):
+    for num_slots, most_slots in ((0, 0), (33, 33), (33, 66), (300, 300), (300, 600), (1024, 2048)):
         for padding in (None, starts):
-            expected = ops.split_plan(lengths, num_slots, padding)
-            made = ops.split_plan(lengths.cuda(), num_slots, None if padding is None else padding.cuda())
+            expected = ops.split_plan(lengths, num_slots, padding, most_slots)
+            placed = None if padding is None else padding.cuda()
+            made = ops.split_plan(lengths.cuda(), num_slots, placed, most_slots)
             assert torch.equal(made.cpu(), expected)
 
 

@@ -180,10 +180,10 @@ struct DecodePlan {
   int64_t workspace_floats;  // also of partial results; 0 when there are none of both
 };
 
-// Writes the plan of a batch, `batch` + `num_slots` entries. `starts` nullptr: no padding. hf_kvquant/ops/planning.py
+// Writes the plan of a batch, `batch` + `most_slots` entries. `starts` nullptr: no padding. hf_kvquant/ops/planning.py
 // defines it.
-void split_plan(const int32_t* lengths, const int32_t* starts, int batch, int num_slots, int min_tokens, int32_t* plan,
-                void* stream);
+void split_plan(const int32_t* lengths, const int32_t* starts, int batch, int num_slots, int most_slots, int min_tokens,
+                int tokens_between, int32_t* plan, void* stream);
 
 // Makes a device current for the extension's own CUDA runtime, which is not torch's, and returns torch's stream on it.
 void* current_stream(int device_index);

@@ -470,8 +470,8 @@ class PagedCache(PagedAttentionCache):
         if self.counters is None or group.q_len > 1 or not group.has_past or len(group.lengths) == 1:
             return group
         num_heads = self.allocator.num_key_value_heads
-        num_slots = ops.num_slots_of(self.counters.device, num_heads, len(group.lengths))
-        return dataclasses.replace(group, split_plan=ops.split_plan(group.lengths, num_slots))
+        num_slots, most_slots = ops.num_slots_of(self.counters.device, num_heads, len(group.lengths))
+        return dataclasses.replace(group, split_plan=ops.split_plan(group.lengths, num_slots, None, most_slots))
 
     def extend_read_and_write_indices(
         self,

@@ -22,7 +22,7 @@ logger = logging.getLogger(__package__)
 
 # Increment this, here and in csrc/format.h, when a schema or the meaning of an argument changes. A stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 23
+OPS_VERSION = 24
 
 # The thread blocks of a CUDA decode that share a sequence find the last of them with an atomic counter; that one
 # combines their parts. Mirrored in csrc/format.h, like all numbers here.

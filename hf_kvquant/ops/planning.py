@@ -4,6 +4,13 @@ Without a plan, all sequences are cut into equally many parts, and thread blocks
 Then a GPU waits for one long sequence, or for the long ones that happen to come last. A plan cuts long sequences only,
 and puts long parts first, so that short ones fill the gaps at the end. One plan serves all layers of a step. (Where
 very many parts follow each other, the kernel may take long and short ones in turns: see plan.cpp.)
+
+Sequences are cut for as many shares as run at once, or for twice as many, of which the second half follows the first:
+whichever ends earlier, as estimated from the lengths. Twice as many take 0.78 to 0.84 times as long for 36 sequences of
+1k to 16k tokens and 0.90 to 1.02 times for 20 of 4k to 5k, but 0.89 to 1.12 times for 36 of 0.5k to 2k. In 84
+measurements with 12 to 256 sequences, the choice was at most 1.02 times as slow as the first way, and 0.96 times on
+average, where always the better way would take 0.95 times (H200; 8 heads of 128 channels, 4 and 2 of 256; `int8`,
+`int4`, `int4-token`; 2026-12).
 """
 
 from __future__ import annotations
@@ -19,21 +26,30 @@ MIN_TOKENS = 256
 # the capacity, but suits a batch of nearly equal sequences. 1 turns plans off, except over pages.
 MIN_PADDING = 0.125
 MAX_SLOTS = 2**15 - 1
-# Thread blocks of the attention kernel that run on a multiprocessor at once; see planned_cut in csrc/cuda/plan/cut.cpp,
-# which tells from the number of slots how many these are.
+# The most `num_slots` where `most_slots` are more.
+MAX_CHOSEN_SLOTS = 1024
+# Thread blocks of the attention kernel that run on a multiprocessor at once.
 CTAS_PER_MULTIPROCESSOR = 2
-# The same of the smallest, for batches of so many sequences, times heads, for each multiprocessor. With fewer, hardly
-# more than one follows another, and the longest ones come to an end alone: 64 sequences of 1k to 16k tokens took 1.2 to
-# 1.6 times as long, 128 of 0.5k to 2k 0.84 to 0.97 times (H200, 8 heads, 2026-12).
-SMALL_CTAS_PER_MULTIPROCESSOR, MANY_PER_MULTIPROCESSOR = 4, 7
+# Batches of so many sequences, times heads, for each multiprocessor get the smallest thread blocks, and slots for so
+# many of them: see is_fine_plan in csrc/cuda/plan/cut.cpp, which knows them by the number of slots. With fewer
+# sequences, hardly more than one thread block follows another, and the longest ones come to an end alone: 64 sequences
+# of 1k to 16k tokens took 1.2 to 1.6 times as long, 128 of 0.5k to 2k 0.84 to 0.97 times (H200, 8 heads, 2026-12).
+MANY_PER_MULTIPROCESSOR, SLOTS_OF_MANY = 7, 6
+# Tokens that a thread block would compute in the time between the end of the one before it and its own first token, and
+# what more shares must save, since more parts are to be summed.
+TOKENS_BETWEEN = 768
 
 
-def num_slots_of(device: torch.device, num_kv_heads: int, num_sequences: int) -> int:
-    """Shares that fill a GPU, for each key-value head: the argument of `split_plan`."""
+def num_slots_of(device: torch.device, num_kv_heads: int, num_sequences: int) -> tuple[int, int]:
+    """Shares that run on a GPU at once, for each key-value head, and the most: `num_slots`, `most_slots`."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    are_many = num_sequences * num_kv_heads >= MANY_PER_MULTIPROCESSOR * multiprocessors
-    ctas = SMALL_CTAS_PER_MULTIPROCESSOR if are_many else CTAS_PER_MULTIPROCESSOR
-    return ctas * multiprocessors // num_kv_heads
+    if num_sequences * num_kv_heads >= MANY_PER_MULTIPROCESSOR * multiprocessors:
+        num_slots = SLOTS_OF_MANY * multiprocessors // num_kv_heads
+        return num_slots, num_slots
+    num_slots = CTAS_PER_MULTIPROCESSOR * multiprocessors // num_kv_heads
+    # Where sequences fill all slots twice, hardly any is cut.
+    has_choice = num_sequences < 2 * num_slots and num_slots <= MAX_CHOSEN_SLOTS
+    return num_slots, (2 if has_choice else 1) * num_slots
 
 
 def is_uneven(starts: Tensor, num_tokens: int | Tensor) -> bool:
@@ -47,28 +63,32 @@ def is_uneven(starts: Tensor, num_tokens: int | Tensor) -> bool:
     return bool((starts - first).sum() > MIN_PADDING * len(starts) * (num_tokens - first))
 
 
-def split_plan(lengths: Tensor, num_slots: int, starts: Tensor | None = None) -> Tensor:
+def split_plan(lengths: Tensor, num_slots: int, starts: Tensor | None = None, most_slots: int | None = None) -> Tensor:
     """Cut sequences into shares, by their part of all tokens. Nothing here waits for the device.
 
     Args:
         lengths: `[batch]` int32: tokens of each sequence, padding included.
-        num_slots: The most shares that are made of sequences that are cut.
+        num_slots: The most shares that are made of sequences that are cut: as many as run at once.
         starts: `[batch]` int32 on the same device: first position that is not padding, which is left out; `None` for
             0. Negative numbers count as 0. With other starts than in `decode`, a plan is only less even.
+        most_slots: The most shares where these end earlier; `None` for `num_slots`.
 
     Returns:
-        `[batch + num_slots, 4]` int32, one row for each thread block of a head: the sequence, or -1 for none; its
+        `[batch + most_slots, 4]` int32, one row for each thread block of a head: the sequence, or -1 for none; its
         length, padding included; which share of it, plus 2^16 times how many shares it has; and, if it is cut, the
         place of its first share among all of these. Long shares come first.
 
     Raises:
         ValueError: An argument does not fit; the message names it.
     """
-    plan: Tensor = torch_ops.split_plan(lengths, starts, num_slots, MIN_TOKENS)
+    most = num_slots if most_slots is None else most_slots
+    plan: Tensor = torch_ops.split_plan(lengths, starts, num_slots, most, MIN_TOKENS, TOKENS_BETWEEN)
     return plan
 
 
-def split_plan_reference(lengths: Tensor, starts: Tensor | None, num_slots: int, min_tokens: int) -> Tensor:
+def split_plan_reference(
+    lengths: Tensor, starts: Tensor | None, num_slots: int, most_slots: int, min_tokens: int, tokens_between: int
+) -> Tensor:
     """The op without a kernel."""
     if lengths.ndim != 1 or lengths.dtype != torch.int32 or not lengths.is_contiguous() or len(lengths) == 0:
         raise ValueError(
@@ -79,21 +99,28 @@ def split_plan_reference(lengths: Tensor, starts: Tensor | None, num_slots: int,
         _check_starts(starts, lengths)
     if not 0 <= num_slots <= MAX_SLOTS:
         raise ValueError(f"split_plan: `num_slots` must be between 0 and {MAX_SLOTS}, got {num_slots}.")
+    most = MAX_SLOTS if 0 < num_slots <= MAX_CHOSEN_SLOTS else num_slots
+    if not num_slots <= most_slots <= most:
+        raise ValueError(
+            f"split_plan: `most_slots` must be between {num_slots} and {most} for {num_slots} slots, got {most_slots}."
+        )
     if min_tokens <= 0:
         raise ValueError(f"split_plan: `min_tokens` must be positive, got {min_tokens}.")
+    if tokens_between < 0:
+        raise ValueError(f"split_plan: `tokens_between` must be at least 0, got {tokens_between}.")
     held = lengths.clamp(min=0).long()
     if starts is not None:
         held = (held - starts.clamp(min=0)).clamp(min=0)
-    shares = held * num_slots // held.sum().clamp(min=1)
-    shares = shares.minimum(held // min_tokens).clamp(min=1)
-    order = (-(-held // shares)).argsort(descending=True, stable=True)
-    shares = shares[order]
-    ends = shares.cumsum(0)
-    slots = torch.where(shares > 1, shares, 0)
-    index = torch.arange(len(lengths) + num_slots, device=lengths.device)
-    row = torch.searchsorted(ends, index, right=True)
-    is_used, row = row < len(lengths), row.clamp(max=len(lengths) - 1)
-    sequence = order[row]
+    chosen: int | Tensor = num_slots
+    if most_slots > num_slots:
+        few, many = (
+            _estimated_end(held, *_shares(held, slots, most_slots, min_tokens), num_slots, tokens_between)
+            for slots in (num_slots, most_slots)
+        )
+        chosen = torch.where(many + tokens_between < few, most_slots, num_slots)
+    shares, order, row, is_used = _shares(held, chosen, most_slots, min_tokens)
+    ends, slots = shares.cumsum(0), torch.where(shares > 1, shares, 0)
+    index, sequence = torch.arange(len(row), device=row.device), order[row]
     columns = (
         torch.where(is_used, sequence, -1),
         torch.where(is_used, lengths[sequence], 0),
@@ -101,6 +128,35 @@ def split_plan_reference(lengths: Tensor, starts: Tensor | None, num_slots: int,
         torch.where(is_used, (slots.cumsum(0) - slots)[row], 0),
     )
     return torch.stack(columns, dim=1).int()
+
+
+def _shares(
+    held: Tensor, num_slots: int | Tensor, most_slots: int, min_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shares by sequence, the longest first; these sequences; and whose share each entry is, and whether it is used."""
+    shares = held * num_slots // held.sum().clamp(min=1)
+    shares = shares.minimum(held // min_tokens).clamp(min=1)
+    order = (-(-held // shares)).argsort(descending=True, stable=True)
+    shares = shares[order]
+    index = torch.arange(len(held) + most_slots, device=held.device)
+    row = torch.searchsorted(shares.cumsum(0), index, right=True)
+    return shares, order, row.clamp(max=len(held) - 1), row < len(held)
+
+
+def _estimated_end(
+    held: Tensor, shares: Tensor, order: Tensor, row: Tensor, is_used: Tensor, num_slots: int, tokens_between: int
+) -> Tensor:
+    """When the last share ends, in tokens of one thread block.
+
+    The first `num_slots` shares start at once. Of these the shortest ends first, and the longest of the others follows
+    it, and so on.
+    """
+    tokens = torch.where(is_used, -(-held[order] // shares)[row], 0)
+    tokens = torch.nn.functional.pad(tokens, (0, max(0, 2 * num_slots - len(tokens))))
+    first, second = tokens[:num_slots], tokens[num_slots : 2 * num_slots]
+    ends = first.flip(0)
+    ends = torch.where(second > 0, ends + second + tokens_between, ends)
+    return torch.maximum(ends.max(), held.sum() // num_slots)
 
 
 def _check_starts(starts: Tensor, lengths: Tensor) -> None:

@@ -94,7 +94,10 @@ FUSED_SCHEMAS = (
     "Tensor begins, Tensor read_slots, Tensor write_slots) -> Tensor",
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
-SPLIT_PLAN_SCHEMA = "split_plan(Tensor lengths, Tensor? starts, int num_slots, int min_tokens) -> Tensor"
+SPLIT_PLAN_SCHEMA = (
+    "split_plan(Tensor lengths, Tensor? starts, int num_slots, int most_slots, int min_tokens, int tokens_between) -> "
+    "Tensor"
+)
 
 _MAX_PLANNED = 65535  # entries of a split plan: an axis of a grid
 
@@ -643,8 +646,8 @@ def _rotary_fake(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return query.new_empty(query.shape), key.new_empty(key.shape)
 
 
-def _split_plan_fake(lengths: Tensor, starts: Tensor | None, num_slots: int, min_tokens: int) -> Tensor:
-    return lengths.new_empty((len(lengths) + num_slots, 4))
+def _split_plan_fake(lengths: Tensor, starts: Tensor | None, num_slots: int, most_slots: int, *tokens: int) -> Tensor:
+    return lengths.new_empty((len(lengths) + most_slots, 4))
 
 
 def _packed_linear_fake(x: Tensor, codes: Tensor, scale_and_zero: Tensor, group_size: int) -> Tensor:

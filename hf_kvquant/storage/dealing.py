@@ -50,9 +50,9 @@ def step_plan(
         return None
     if torch.compiler.is_compiling():
         return None
-    num_slots = ops.num_slots_of(lengths.device, num_kv_heads, query.shape[0])
+    num_slots, most_slots = ops.num_slots_of(lengths.device, num_kv_heads, query.shape[0])
     if query.shape[0] < MIN_SEQUENCES_PER_SLOT * num_slots:
         return None
     if num_kv_heads not in plans:
-        plans[num_kv_heads] = ops.split_plan(lengths, num_slots, starts)
+        plans[num_kv_heads] = ops.split_plan(lengths, num_slots, starts, most_slots)
     return plans[num_kv_heads]

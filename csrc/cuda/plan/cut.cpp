@@ -123,8 +123,8 @@ Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_uni
 }
 
 bool is_fine_plan(const Device& device, int64_t num_shares) {
-  const int few = kWarps / kFewAttendWarps * device.num_multiprocessors;
-  return num_shares > few + few / 2;
+  // Others have slots for four thread blocks of a multiprocessor at most, these for six: see num_slots_of.
+  return num_shares > 5 * int64_t{device.num_multiprocessors};
 }
 
 Cut planned_cut(const AttendKernel& kernel, const Device& device, bool is_fine) {

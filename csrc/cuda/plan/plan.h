@@ -64,8 +64,8 @@ int shared_bytes(const AttendKernel& kernel, const Device& device, const Occupan
 Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps, int64_t splits,
                int64_t most_splits);
 
-// Whether a split plan of at most `num_shares` shares of all heads was made for the smallest thread blocks, of which
-// twice as many run at once: see num_slots_of in hf_kvquant/ops/planning.py.
+// Whether a split plan with slots for so many shares of all heads was made for the smallest thread blocks: see
+// num_slots_of in hf_kvquant/ops/planning.py.
 bool is_fine_plan(const Device& device, int64_t num_shares);
 
 // The cut where a split plan says how sequences are split: many small thread blocks.
