@@ -548,6 +548,15 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/models/dequantized.py",
+        (
+            "if float(difference) <= MAX_DIFFERENCE else None",
+            "",
+            "a layer that is no product with a matrix counts as one",
+            "latent",
+        ),
+    ),
+    *of(
         "hf_kvquant/ops/planning.py",
         (
             "shares.minimum(held // min_tokens).clamp(min=1)",
@@ -2071,6 +2080,12 @@ MUTATIONS = [
     ),
     *of(
         "hf_kvquant/attention/latent.py",
+        (
+            "known is None or known[0] != state",
+            "known is None",
+            "latents are absorbed with weights that have been changed",
+            "latent",
+        ),
         (
             "softmax_scale=scaling, starts=starts)",
             "softmax_scale=1.0, starts=starts)",

@@ -158,9 +158,9 @@ def biased(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (adapted, "kv_b_proj is Linear and no plain linear layer, so latents are expanded"),
+        (adapted, "kv_b_proj has an adapter, so latents are expanded"),
         (hooked, "kv_b_proj has hooks, so latents are expanded"),
-        (biased, "kv_b_proj is Linear and no plain linear layer, so latents are expanded"),
+        (biased, "kv_b_proj has a bias, so latents are expanded"),
     ],
 )
 def test_other_projections_are_refused(change: Any, why: str) -> None:

@@ -7,6 +7,7 @@ to expand. Here is what is special about them.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 import re
@@ -18,10 +19,12 @@ import models
 import pytest
 import tolerances
 import torch
+import torch.nn.functional as F
 from models import ReferenceCache, greedy, left_padded, logits
 from peft import LoraConfig, get_peft_model
 from test_preflight import text
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config, Kimi_K25VisionConfig
@@ -31,6 +34,7 @@ import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.attention.latent import largest_absorbed
 from hf_kvquant.common.errors import PreflightError
+from hf_kvquant.models.dequantized import dequantized_weight
 from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.preflight.result import Preflight, name_of
 from hf_kvquant.presets import latent_formats, preset_formats
@@ -256,11 +260,117 @@ def biased(model: Any) -> Any:
     return model
 
 
+def parametrized(model: Any) -> Any:
+    for module in latent_attentions(model):
+        register_parametrization(module.kv_b_proj, "weight", nn.Tanh())
+    return model
+
+
+def replaced(model: Any) -> Any:
+    for module in latent_attentions(model):
+        module.kv_b_proj.forward = lambda x, weight=module.kv_b_proj.weight: F.linear(x, 2 * weight)
+    return model
+
+
+class Squared(nn.Linear):
+    """No matrix has the results of this."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.square())
+
+
+def of_a_class(model: Any, is_quantized: bool = False) -> Any:
+    for module in latent_attentions(model):
+        weight = module.kv_b_proj.weight
+        module.kv_b_proj = Squared(weight.shape[1], weight.shape[0], bias=False)
+        if is_quantized:
+            module.kv_b_proj.register_buffer("codes", torch.zeros(1, dtype=torch.int8))
+    return model
+
+
 EXPANDED = {
-    "adapted": (adapted, "kv_b_proj is Linear and no plain linear layer, so latents are expanded"),
+    "parametrized": (parametrized, "kv_b_proj has a parametrization, so latents are expanded"),
+    "replaced": (replaced, "kv_b_proj has a forward of its own, so latents are expanded"),
+    "of a class": (of_a_class, "kv_b_proj is of the type test_latent.Squared, so latents are expanded"),
+    "no matrix": (
+        functools.partial(of_a_class, is_quantized=True),
+        "kv_b_proj is quantised, and no matrix has its results, so latents are expanded",
+    ),
+    "adapted": (adapted, "kv_b_proj has an adapter, so latents are expanded"),
     "hooked": (hooked, "kv_b_proj has hooks, so latents are expanded"),
-    "biased": (biased, "kv_b_proj is Linear and no plain linear layer, so latents are expanded"),
+    "biased": (biased, "kv_b_proj has a bias, so latents are expanded"),
 }
+
+
+class Coded(nn.Module):
+    """A projection whose weight is codes and scales, and whose inputs are rounded or not, by no library."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("codes", (weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.codes * self.scale)
+
+
+def coded(model: Any) -> Any:
+    for module in latent_attentions(model):
+        module.kv_b_proj = Coded(module.kv_b_proj.weight.detach())
+    return model
+
+
+def test_quantised_projections_are_absorbed_and_followed() -> None:
+    model, inputs, seen = hf_kvquant.patch(coded(deepseek()), FIRST_LAYER), left_padded(), []
+    for _ in range(2):
+        simulated = ReferenceCache(model.config, FIRST_LAYER, mask=inputs["attention_mask"])
+        output = greedy(model, inputs)
+        assert not fallbacks(output)
+        check_logits(output, greedy(model, inputs, **with_cache(simulated)))
+        seen.append(logits(output))
+        with torch.no_grad():
+            for module in latent_attentions(model):
+                module.kv_b_proj.codes.div_(2, rounding_mode="trunc")
+    assert not torch.equal(*seen)
+
+
+class Blocks(nn.Module):
+    """8-bit floats with a scale for each block, and inputs that are divided by the largest number of their block."""
+
+    def __init__(self, block_size: tuple[int, int] | None, shape: tuple[int, int] = (80, 100)) -> None:
+        super().__init__()
+        self.block_size = block_size
+        weight = torch.randn(shape).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        blocks = (
+            () if block_size is None else [-(-size // block) for size, block in zip(shape, block_size, strict=True)]
+        )
+        self.weight_scale_inv = nn.Parameter(torch.rand(blocks) + 0.5, requires_grad=False)
+
+    def dequantized(self) -> Tensor:
+        weight = self.weight.float()
+        if self.block_size is None:
+            return weight * self.weight_scale_inv
+        rows, columns = (torch.arange(size) // block for size, block in zip(weight.shape, self.block_size, strict=True))
+        return weight * self.weight_scale_inv[rows][:, columns]
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = x.split(self.block_size[1] if self.block_size else x.shape[-1], -1)
+        largest = [block.abs().amax(-1, keepdim=True) / 448 for block in blocks]
+        coded = [(block / scale).to(torch.float8_e4m3fn) for block, scale in zip(blocks, largest, strict=True)]
+        rounded = [block.float() * scale for block, scale in zip(coded, largest, strict=True)]
+        return F.linear(torch.cat(rounded, -1), self.dequantized())
+
+
+@pytest.mark.parametrize("block_size", [None, (32, 48), (128, 128)])
+def test_blocks_of_8_bit_floats(block_size: tuple[int, int] | None) -> None:
+    torch.manual_seed(0)
+    layer = Blocks(block_size)
+    if block_size == (32, 48):
+        assert not layer(torch.eye(100)).isfinite().all(), "a block of zeros is divided by zero"
+    weight = dequantized_weight(layer, 100, torch.zeros(1))
+    compare.assert_same(weight, layer.dequantized(), "weight")
 
 
 @pytest.mark.parametrize("case", EXPANDED)

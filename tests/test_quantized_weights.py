@@ -19,6 +19,7 @@ from typing import Any
 import compare
 import models
 import pytest
+import tolerances
 import torch
 from safetensors.torch import save_file
 from test_capture import Recorded
@@ -29,7 +30,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    ContinuousBatchingConfig,
     DynamicCache,
+    GenerationConfig,
     QuantoConfig,
     TorchAoConfig,
 )
@@ -50,13 +53,15 @@ from hf_kvquant import (
 from hf_kvquant.calibration.smoothing_file import FILE_NAME
 from hf_kvquant.graphs import capture
 from hf_kvquant.models import probing
+from hf_kvquant.models.dequantized import dequantized_weight
 from hf_kvquant.models.hashes import plain_tensors, weights_hash
+from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant.models.probing import chunks_of
 from hf_kvquant.models.rounding import rounded
 from hf_kvquant.preflight.divergence import divergence
 from hf_kvquant.transforms.centering import bias_centers
 from hf_kvquant.transforms.of_model import transforms_of
-from hf_kvquant.upstream.releases import CACHE, cache_of, with_cache
+from hf_kvquant.upstream.releases import CACHE, DO_MODELS_UPDATE_PAGES, cache_of, with_cache
 from hf_kvquant_evals.injection import inject_key_outliers
 
 # The libraries warn about their own use of PyTorch.
@@ -325,6 +330,55 @@ def test_compiled_tokens_of_the_unpatched_model(load: Callable[..., Any]) -> Non
             compare.assert_same(tokens_of(model, **compiled), static, "compiled")
         else:
             pytest.skip("transformers compiles nothing with such weights")
+
+
+# --- latents (MLA), which are absorbed through the weight of `kv_b_proj` ---------------------------------------------
+
+LATENT_SIZES = {"kv_lora_rank": 128, "q_lora_rank": 128, "hidden_size": 128, "intermediate_size": 128, "v_head_dim": 32}
+# What these libraries do to inputs, too, absorbed attention leaves out.
+ROUNDS_INPUTS = "torchao int8 on int4", "compressed-tensors fp8", "compressed-tensors w8a8"
+
+
+@pytest.fixture(scope="module")
+def latent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("latents")
+    options = {**models.FAMILIES["minicpm3"].options, **LATENT_SIZES}
+    models.build("minicpm3", torch.float32, None, **options).save_pretrained(made / "plain")
+    return made
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_latents_are_absorbed(method: str, latent_folder: Path) -> None:
+    model, prompts = METHODS[method](latent_folder), models.left_padded()
+    expected = models.greedy(
+        model, prompts, **with_cache(models.ReferenceCache(model.config, "int8", mask=prompts["attention_mask"]))
+    )
+    with patched(model, "int8"):
+        output = models.greedy(model, prompts)
+    assert not any(storage.tally.fallbacks for storage in cache_of(output).storages)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    if method not in ROUNDS_INPUTS:
+        bound = tolerances.model_bound(models.logits(expected), models.logits(expected), torch.float32)
+        compare.assert_close(models.logits(output), models.logits(expected), bound, "logits")
+    for module in latent_attentions(model):
+        weight = dequantized_weight(module.kv_b_proj, module.kv_lora_rank, module.kv_a_layernorm.weight)
+        inputs_of_layer = torch.randn(32, module.kv_lora_rank)
+        made, rounded_inputs = inputs_of_layer @ weight.t(), module.kv_b_proj(inputs_of_layer)
+        limit = 0.03 if method in ROUNDS_INPUTS else 1e-6  # 8-bit floats with 3 bits of mantissa: 0.027
+        assert torch.linalg.vector_norm(made - rounded_inputs) < limit * torch.linalg.vector_norm(rounded_inputs)
+
+
+@pytest.mark.skipif(not DO_MODELS_UPDATE_PAGES, reason="attention gets keys and values made of latents")
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ROUNDS_INPUTS])
+def test_latents_in_pages(method: str, latent_folder: Path) -> None:
+    model, prompts = METHODS[method](latent_folder), [[3, 4, 5, 6, 7, 8, 9], [10, 11]]
+    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(page_size=128, num_blocks=8)
+    with patched(model, "int8"):
+        made = model.generate_batch(prompts, settings, continuous_batching_config=batching)
+        answers = [output.generated_tokens for output in made.values()]
+        alone = [model.generate(torch.tensor([prompt]), settings)[0, len(prompt) :].tolist() for prompt in prompts]
+    assert answers == alone
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------

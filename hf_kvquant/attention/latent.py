@@ -15,18 +15,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache.handle import KVHandle, noted_on
-from ..models.latent import EXPAND, latent_attentions
+from ..models.dequantized import dequantized_weight
+from ..models.fingerprint import fingerprint
+from ..models.latent import EXPAND, LATENT_NORM, latent_attentions, why_not_plain
+from ..models.quantized import FLOATS
 from ..models.sharding import rows_here
 from ..ops import Operands, largest_step
 from ..ops.chunks import causal_attention
 from ..spec import reference
 from ..storage.layer_store import LayerStore
+
+_PARAMETERS = {"weight", "bias"}
+# By quantised `kv_b_proj`: what told that it is as it was, and its weight as numbers; `None` if there is none.
+_dequantized: WeakKeyDictionary[nn.Module, tuple[Any, Tensor | None]] = WeakKeyDictionary()
 
 
 def patch(model: nn.Module, is_ours: Callable[[str | None], bool]) -> None:
@@ -39,6 +47,7 @@ def unpatch(model: nn.Module) -> None:
     """Undo `patch`."""
     for module in latent_attentions(model):
         module.__dict__.pop(EXPAND, None)
+        _dequantized.pop(module.kv_b_proj, None)
 
 
 def keeps_latent(module: nn.Module) -> bool:
@@ -61,14 +70,43 @@ def expand(module: Any, latent: Any, rope: Any) -> tuple[Tensor, Tensor]:
 
 def why_expanded(module: Any, mask: Tensor | None) -> str | None:
     """Why a step has to expand its latents, or `None` if attention can be absorbed."""
-    projection = module.kv_b_proj
-    if type(projection) is not nn.Linear or projection.bias is not None or rows_here(projection.weight) is None:
-        return f"kv_b_proj is {type(projection).__name__} and no plain linear layer, so latents are expanded"
-    if projection._forward_hooks or projection._forward_pre_hooks or getattr(projection, "_hf_hook", None) is not None:
-        return "kv_b_proj has hooks, so latents are expanded"
+    if not _is_plain(module.kv_b_proj):
+        reason = why_not_plain(module.kv_b_proj) or _why_not_dequantized(module)
+        if reason is not None:
+            return f"kv_b_proj {reason}, so latents are expanded"
     if mask is not None and mask.ndim != 4:
         return "the attention mask is neither causal nor left padding"
     return None
+
+
+def _is_plain(projection: Any) -> bool:
+    """What most are: a linear layer without a bias, whose weight is numbers. Each step asks, so it must be fast."""
+    if type(projection) is not nn.Linear or projection._forward_hooks or projection._forward_pre_hooks:
+        return False
+    if projection._buffers or projection._parameters.keys() - _PARAMETERS or "forward" in projection.__dict__:
+        return False  # as in compressed-tensors, which keeps scales beside codes
+    return projection.bias is None and _rows(projection) is not None
+
+
+def _rows(projection: Any) -> Tensor | None:
+    """The rows of a weight that this process has; `None` if they are not numbers to be read."""
+    weight = getattr(projection, "weight", None)
+    return rows_here(weight) if isinstance(weight, Tensor) and weight.dtype in FLOATS else None
+
+
+def _why_not_dequantized(module: Any) -> str | None:
+    """Make the weight of a quantised `kv_b_proj` if there is none, or another one by now. Why there is none, if so."""
+    if torch.compiler.is_compiling():
+        return "is quantised, and the step is compiled"
+    projection = module.kv_b_proj
+    if any(hasattr(each, "placements") for each in projection.parameters()):
+        return "is divided among processes, and not in rows of numbers"
+    state = fingerprint(projection, with_writes=True)
+    known = _dequantized.get(projection)
+    if known is None or known[0] != state:
+        like = getattr(module, LATENT_NORM).weight
+        known = _dequantized[projection] = state, dequantized_weight(projection, module.kv_lora_rank, like)
+    return "is quantised, and no matrix has its results" if known[1] is None else None
 
 
 def largest_absorbed(module: Any) -> int:
@@ -158,8 +196,8 @@ def attend_pages(
 
 def _weights(module: Any, num_heads: int) -> tuple[Tensor, Tensor]:
     """Of a head's key without rope, `[num_heads, qk_nope_head_dim, latent channels]`, and of its value, likewise."""
-    n = module.qk_nope_head_dim
-    rows = rows_here(module.kv_b_proj.weight)
+    n, projection = module.qk_nope_head_dim, module.kv_b_proj
+    rows = _rows(projection) if _is_plain(projection) else _dequantized[projection][1]
     assert rows is not None  # see why_expanded
     weight = rows.view(num_heads, n + module.v_head_dim, -1)
     return weight[:, :n], weight[:, n:]

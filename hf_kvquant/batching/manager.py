@@ -46,7 +46,7 @@ from .settings import check_end_tokens, new_tokens_of
 from .slots import add_lengths
 from .state_layers import forward_of_state
 from .states import known_types
-from .support import WHERE, check_served, pages_of
+from .support import WHERE, check_latents, check_served, pages_of
 
 
 class Processor(ContinuousBatchProcessor):
@@ -317,6 +317,7 @@ class Manager(ContinuousBatchingManager):
         self.made_for = Purpose(model)
         check_served(model, patch.config, continuous_batching_config)
         calls, self._state_layers = calls_of_a_token(model, patch.previous_attention, patch.config.torch_state_dtype)
+        check_latents(model)
         pages = pages_of(model, patch.config, continuous_batching_config, calls)
         transforms = key_transforms(model, patch.config)
         if continuous_batching_config.scheduler_type not in SCHEDULER_MAPPING:

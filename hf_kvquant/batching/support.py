@@ -15,7 +15,7 @@ from ..attention.latent import why_expanded
 from ..attention.registry import is_ours, is_upstream, not_upstream
 from ..cache.support import formats_of
 from ..config import KVQuantConfig
-from ..models.latent import keeps_latents, latent_attentions
+from ..models.latent import keeps_latents, latent_attentions, why_not_plain
 from ..models.layers import layers_of
 from ..models.probing import states_of_a_token, why_without_cache
 from ..models.sharding import why_not_captured
@@ -35,6 +35,7 @@ from ..upstream.releases import (
 )
 
 WHERE = "init_continuous_batching"
+_INSTEAD = "Use generate, or unpatch the model."
 
 # Layers with a sliding window keep all of their tokens. Rings in pages of their own would need fewer, but transformers
 # takes the pages of all kinds of layers from sectors of the least common multiple of their bytes.
@@ -79,7 +80,7 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
     if why_not is not None:
         raise ValueError(f"{WHERE}: `model` must keep its cache, got a {type(model).__name__} {why_not}")
     for why in _reasons(model, config):
-        raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why} Use generate, or unpatch the model.")
+        raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why} {_INSTEAD}")
     if model.device.type != "cuda" and (batching.use_async_batching or any(batching.cuda_graph_booleans)):
         raise NotImplementedError(
             f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False on a {model.device.type}, got True. "
@@ -140,9 +141,9 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
                 f"{VERSION}."
             )
         for module in latent_attentions(model):
-            why_not = why_expanded(module, None)
+            why_not = why_not_plain(module.kv_b_proj)
             if why_not is not None:
-                yield f"keeps latents (MLA) that pages cannot serve: {why_not}."
+                yield _without_pages(f"kv_b_proj {why_not}, so latents are expanded")
     found = set(_types_of(model))
     if "sliding_attention" in found and not config.sliding:
         yield "is patched with sliding=False, but all layers share pages of codes. Patch it without."
@@ -172,6 +173,24 @@ def _types_of(model: PreTrainedModel) -> list[str]:
     types, _ = layers_of(text_config)
     named = itertools.zip_longest(types, names[: len(types)])
     return [found for found, name in named if not (found == "dummy" and name in _WITHOUT_CACHE)]
+
+
+def check_latents(model: PreTrainedModel) -> None:
+    """Refuse latents that must be expanded in every step; make weights that are quantised numbers.
+
+    Some libraries decompress weights in the first forward, so this must come behind one.
+
+    Raises:
+        NotImplementedError: A layer's latents must be expanded.
+    """
+    for module in latent_attentions(model):
+        why_not = why_expanded(module, None)
+        if why_not is not None:
+            raise NotImplementedError(f"{WHERE}: {type(model).__name__} {_without_pages(why_not)} {_INSTEAD}")
+
+
+def _without_pages(why_not: str) -> str:
+    return f"keeps latents (MLA) that pages cannot serve: {why_not}."
 
 
 def pages_of(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..attention.observation import not_observed, observations
 from ..cache.support import formats_of, other_caches
 from ..config import KVQuantConfig
-from ..models.latent import keeps_latents
+from ..models.latent import keeps_latents, why_not_plain
 from ..models.probing import arbitrary_ids, in_float32, whole_cache
 from ..models.text_config import text_config_of
 from ..spec.formats import KVFormat
@@ -149,7 +149,7 @@ def _latent_targets(
         if index not in formats or not formats[index].is_quantized:
             left_out[index] = "its latents are not quantised"
         elif type(projection) is not nn.Linear or projection.bias is not None:
-            left_out[index] = f"its kv_b_proj is {type(projection).__name__} and no plain linear layer without a bias"
+            left_out[index] = f"its kv_b_proj {why_not_plain(projection) or 'is quantised'}"
         elif has_factors:
             before = KeyTransform(is_rotated="rotate" in formats[index].transforms)
             targets[index] = Target(keys[index], formats[index].key, before, False, True, layout)

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .adapters import is_adapter
+from .quantized import quantized_tensor
 from .text_config import count_of, head_dim_of
 
 EXPAND = "expand_kv"
@@ -62,6 +65,25 @@ def picks_tokens(layer_config: PreTrainedConfig) -> bool:
 def latent_attentions(model: nn.Module) -> Iterator[Any]:
     """The attention modules of a model that keep latents."""
     return (module for module in model.modules() if hasattr(type(module), EXPAND))
+
+
+def why_not_plain(projection: nn.Module) -> str | None:
+    """Why a `kv_b_proj` does more than multiply by its weight, quantised or not: the end of a sentence."""
+    if is_adapter(projection):
+        return "has an adapter"
+    if is_parametrized(projection):
+        return "has a parametrization"
+    if getattr(projection, "bias", None) is not None:
+        return "has a bias"
+    if projection._forward_hooks or projection._forward_pre_hooks or getattr(projection, "_hf_hook", None) is not None:
+        return "has hooks"
+    if quantized_tensor(projection) is not None:
+        return None
+    if "forward" in projection.__dict__:
+        return "has a forward of its own"
+    if type(projection) is not nn.Linear:
+        return f"is of the type {type(projection).__module__}.{type(projection).__qualname__}"
+    return None
 
 
 def check_latent(model: PreTrainedModel, where: str) -> None:

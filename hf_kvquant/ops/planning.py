@@ -7,11 +7,11 @@ very many parts follow each other, the kernel may take long and short ones in tu
 
 Sequences are cut for as many shares as run at once, or for twice as many, of which the second half follows the first:
 whichever ends earlier, as estimated from the lengths. Twice as many take 0.78 to 0.84 times as long for 36 sequences of
-1k to 16k tokens and 0.90 to 1.02 times for 20 of 4k to 5k, but 0.89 to 1.12 times for 36 of 0.5k to 2k. The estimate was
-fitted to 84 measurements with 12 to 256 sequences, in which the choice takes 0.96 times the time of the first way on
-average, and always the better way would take 0.95 times. In 68 others, of 8 to 60 sequences, it took 0.95 times: 0.73 to
-0.85 times for 24 of 0.5k to 32k, and at most 1.05 times. A plan with a choice takes 11 to 21 us instead of 5 to 10, once
-a step (H200; `int8`, `int4`, `int4-token`, `k8v4`, `fp8`; 2026-12).
+1k to 16k tokens and 0.90 to 1.02 times for 20 of 4k to 5k, but 0.89 to 1.12 times for 36 of 0.5k to 2k. The estimate
+was fitted to 84 measurements with 12 to 256 sequences, in which the choice takes 0.96 times the time of the first way
+on average, and always the better way would take 0.95 times. In 68 others, of 8 to 60 sequences, it took 0.95 times:
+0.73 to 0.85 times for 24 of 0.5k to 32k, and at most 1.05 times. A plan with a choice takes 11 to 21 us instead of 5 to
+10, once a step (H200; `int8`, `int4`, `int4-token`, `k8v4`, `fp8`; 2026-12).
 """
 
 from __future__ import annotations
