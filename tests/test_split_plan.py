@@ -129,6 +129,7 @@ def test_more_shares_are_made_where_they_end_earlier(lengths: list[int], num_slo
         ([8192] * 26, 1),  # two halves do not
         ([8192] * 36, 1),  # with twice the slots, none is long enough to be cut
         ([16000] * 10 + [2000] * 20, 5),  # else 2
+        ([12000] * 5 + [4000] * 34, 2),  # short ones follow short ones, and end before the longest
         ([2000] * 20, 1),
     ],
 )
