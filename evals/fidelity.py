@@ -28,7 +28,7 @@ from hf_kvquant.common.naming import ROOT, sha256
 from hf_kvquant_evals.choices import OUTLIER_PAIRS
 from hf_kvquant_evals.cli import evaluate
 from hf_kvquant_evals.cli.parsers import add_perplexity_options
-from hf_kvquant_evals.perplexity.results import kld_of, show
+from hf_kvquant_evals.perplexity.perplexity_results import kld_of, show
 
 
 def flattened(record: dict[str, Any], folder: Path) -> dict[str, Any]:

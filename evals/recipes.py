@@ -30,8 +30,8 @@ from typing import Any
 from results_files import write_results
 
 from hf_kvquant.common.naming import ROOT
-from hf_kvquant_evals.recipes.measure import SUMMARY
-from hf_kvquant_evals.recipes.results import rows_of
+from hf_kvquant_evals.recipes.recipe_run import SUMMARY
+from hf_kvquant_evals.recipes.recipe_tables import rows_of
 from hf_kvquant_evals.records import read_record
 
 OUTPUT = ROOT / "evals" / "results" / "recipes.json"

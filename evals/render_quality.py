@@ -11,7 +11,7 @@ from parts import Part, Results, Row, Table, Text
 
 from hf_kvquant_evals.report.page import spelled_average
 from hf_kvquant_evals.tasks.data import AVERAGED
-from hf_kvquant_evals.tasks.results import averages, by_task_and_preset
+from hf_kvquant_evals.tasks.task_results import averages, by_task_and_preset
 
 Found = TypeVar("Found")
 # Behind the name of a preset that was measured without its dense tokens.

@@ -15,9 +15,9 @@ from render_recipes import BITS, DISTANCE, NAME, TASKS, drift_caption, drift_tab
 from hf_kvquant import PRESETS
 from hf_kvquant.common.tables import scientific, with_error
 from hf_kvquant.presets import PRESET_WINDOWS, UNQUANTIZED
-from hf_kvquant_evals.long_context.measure import SUMMARY, is_scored
+from hf_kvquant_evals.long_context.long_context_run import SUMMARY, is_scored
 from hf_kvquant_evals.paired import paired_accuracy
-from hf_kvquant_evals.recipes.results import accuracy_change, log_likelihood_change
+from hf_kvquant_evals.recipes.recipe_tables import accuracy_change, log_likelihood_change
 
 MODEL = "SmolLM2-135M-Instruct"
 # Presets with dense windows, and each without: first and newest tokens follow the name.

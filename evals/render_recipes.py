@@ -12,7 +12,7 @@ from parts import Cell, Part, Picture, Results, Row, Table, Text, of, origin
 
 from hf_kvquant.common.tables import scientific, with_error
 from hf_kvquant_evals.recipes import picture
-from hf_kvquant_evals.recipes.results import accuracy_change, log_likelihood_change
+from hf_kvquant_evals.recipes.recipe_tables import accuracy_change, log_likelihood_change
 
 PANELS = {"plain": "as published", "codes": "without dense windows"}
 NAME: dict[str, Cell] = {"recipe": "`{name}`"}

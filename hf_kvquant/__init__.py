@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .common.version import __version__
 
 if TYPE_CHECKING:
-    from .cache.cache import KVQuantCache
+    from .cache.kvquant_cache import KVQuantCache
     from .calibration.smoothing import load_smoothing, smooth_attention, unsmooth
     from .calibration.smoothing_file import SmoothingResult
     from .calibration.value_rotation import rotate_values, unrotate_values
@@ -67,7 +67,7 @@ __all__ = [
 _MODULES = {
     "PRESETS": "config",
     "KVFormat": "spec.formats",
-    "KVQuantCache": "cache.cache",
+    "KVQuantCache": "cache.kvquant_cache",
     "KVQuantConfig": "config",
     "KeyTransform": "spec.key_transform",
     "LayerFormats": "config",

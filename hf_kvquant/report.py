@@ -18,8 +18,8 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from . import ops
 from .attention.registry import NOT_QUANTIZED
-from .cache.cache import KVQuantCache
 from .cache.handle import LOOKED_INSIDE
+from .cache.kvquant_cache import KVQuantCache
 from .cache.layers import KVQuantLayer
 from .cache.support import check_layers, formats_of, other_caches, why_general, why_no_latent_kernel
 from .calibration.smoothing import smoothing_of

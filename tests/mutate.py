@@ -385,7 +385,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/batching/cache.py",
+        "hf_kvquant/batching/paged_cache.py",
         (
             "if count and not self.snapshots.give(hashes[count - 1], request_id):",
             "if count and not self.snapshots.num_covered(hashes):",
@@ -1035,7 +1035,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/batching/cache.py",
+        "hf_kvquant/batching/paged_cache.py",
         (
             "        if self._began[request_id] < self._epoch:\n            return\n",
             "",
@@ -1156,7 +1156,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/cache/cache.py",
+        "hf_kvquant/cache/kvquant_cache.py",
         (
             "if self.has_transforms or not all(",
             "if not all(",
@@ -1567,7 +1567,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/cache/cache.py",
+        "hf_kvquant/cache/kvquant_cache.py",
         (
             "            self._check_no_recurrence(tokens_to_remove)\n",
             "            pass\n",

@@ -32,8 +32,8 @@ if HAS_PAGES:
 
     from hf_kvquant.batching import manager as manager_module
     from hf_kvquant.batching import runner
-    from hf_kvquant.batching.cache import PagedCache
     from hf_kvquant.batching.memory import PageMemory
+    from hf_kvquant.batching.paged_cache import PagedCache
     from hf_kvquant.batching.runner import max_blocks_of, settle_graphs
     from hf_kvquant.batching.sampling import Sampling
 

@@ -268,8 +268,8 @@ def test_pages_of_a_request_are_made_a_tensor_when_they_change() -> None:
 @needs_pages
 def test_memory_holds_as_many_more_tokens_as_they_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a token that is held is gathered, so its bytes are those of the cache."""
-    from hf_kvquant.batching import cache as ours
     from hf_kvquant.batching import memory
+    from hf_kvquant.batching import paged_cache as ours
 
     monkeypatch.setattr(memory, "free_memory", lambda: 1 << 28)
     monkeypatch.setattr(ours.PagedCache, "_sectors_of", lambda self, count, num_tokens: 1 << 28)  # all of it is of use

@@ -20,7 +20,7 @@ from waiting import until
 
 from hf_kvquant import patched
 from hf_kvquant.batching import manager as manager_module
-from hf_kvquant.batching.cache import PagedCache
+from hf_kvquant.batching.paged_cache import PagedCache
 from hf_kvquant.batching.rope import RopeByRequest
 from hf_kvquant.batching.sampling import KEY, Sampling
 from hf_kvquant.models.rope import Switch, recomputes

@@ -42,9 +42,9 @@ from test_batching import (
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 
 from hf_kvquant.batching.batch import Group, Request, groups_of
-from hf_kvquant.batching.cache import PagedCache
 from hf_kvquant.batching.forwards import Wrapper, unwrap
 from hf_kvquant.batching.memory import PageMemory
+from hf_kvquant.batching.paged_cache import PagedCache
 from hf_kvquant.batching.runner import Runner
 from hf_kvquant.batching.slots import add_lengths
 from hf_kvquant.batching.state_layers import StateLayers, StateProbe, forward_of_state, why_not_grouped

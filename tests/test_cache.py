@@ -39,8 +39,8 @@ from transformers.cache_utils import (
 
 import hf_kvquant
 from hf_kvquant import PRESETS, KVFormat, KVQuantCache, KVQuantConfig, patched
-from hf_kvquant.cache.cache import _log_nothing_to_quantize
 from hf_kvquant.cache.handle import KVHandle, KVLength
+from hf_kvquant.cache.kvquant_cache import _log_nothing_to_quantize
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.models.layers import count_layers
 from hf_kvquant.spec.key_transform import KeyTransform
@@ -820,7 +820,7 @@ def test_a_model_whose_layers_are_all_left_out_is_not_quantised(caplog: pytest.L
     with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int4-token", "sliding": False}):
         output = greedy(model, inputs)
     compare.assert_same(logits(output), logits(expected), "logits")
-    assert [record.message for record in caplog.records if record.name == "hf_kvquant.cache.cache"] == [
+    assert [record.message for record in caplog.records if record.name == "hf_kvquant.cache.kvquant_cache"] == [
         "KVQuantCache: nothing is quantised: this config quantises none of the model's layer types, "
         "['sliding_attention']."
     ]

@@ -23,10 +23,10 @@ from hf_kvquant import PRESETS, cli
 from hf_kvquant.cli import loading
 from hf_kvquant_evals import preparation, records
 from hf_kvquant_evals.errors import CannotKeep
-from hf_kvquant_evals.long_context import measure as long_context
-from hf_kvquant_evals.perplexity import measure as perplexity
+from hf_kvquant_evals.long_context import long_context_run as long_context
+from hf_kvquant_evals.perplexity import perplexity_run as perplexity
 from hf_kvquant_evals.records import RunRecord
-from hf_kvquant_evals.tasks import measure as tasks
+from hf_kvquant_evals.tasks import task_run as tasks
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]

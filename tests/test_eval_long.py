@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.common.errors import RefusedResult
 from hf_kvquant.upstream.releases import with_cache
-from hf_kvquant_evals.long_context import measure as long_context
-from hf_kvquant_evals.long_context.measure import SUMMARY, Cell, Scores, ask, score
+from hf_kvquant_evals.long_context import long_context_run as long_context
+from hf_kvquant_evals.long_context.long_context_run import SUMMARY, Cell, Scores, ask, score
 from hf_kvquant_evals.long_context.prompts import Prompt, Writer
 from hf_kvquant_evals.measuring.pairs import DEQUANTIZED
 from hf_kvquant_evals.records import RunRecord

@@ -23,7 +23,7 @@ from hf_kvquant.storage.tally import causal_pairs
 from hf_kvquant_evals.errors import OutOfMemory
 from hf_kvquant_evals.injection import inject_key_outliers
 from hf_kvquant_evals.measuring.simulation import SimulatedLayer
-from hf_kvquant_evals.perplexity import gate, measure, segments
+from hf_kvquant_evals.perplexity import gate, perplexity_run, segments
 
 WINDOW = 24
 TEXT = 8 * models.SENTENCE
@@ -148,7 +148,7 @@ def test_windows_of_one_forward_score_as_alone(
     begins = alone["settings"]["begins"]
     kept = dict(alone, parts={part: alone["parts"][part] for part in ("gate", f"chunked {begins[1]}")})
     (tmp_path / "out.json").write_text(json.dumps(kept), encoding="utf-8")
-    monkeypatch.setattr(measure, "segments_at_once", lambda *_: 2)
+    monkeypatch.setattr(perplexity_run, "segments_at_once", lambda *_: 2)
     code, together, error = run(capsys, folder, tmp_path)
     assert code == 0, error
     for begin in begins:
@@ -161,9 +161,9 @@ def test_windows_of_one_forward_score_as_alone(
 
 def test_as_many_windows_at_once_as_caches_may_take() -> None:
     sizes = {"none": {"bytes_per_token": 2**17}, "int4-token": {"bytes_per_token": 2**15}}
-    assert measure.segments_at_once(SimpleNamespace(device=torch.device("cpu")), 2048, sizes) == 1
+    assert perplexity_run.segments_at_once(SimpleNamespace(device=torch.device("cpu")), 2048, sizes) == 1
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert [measure.segments_at_once(on_gpu, window, sizes) for window in (2048, 512, 2**15)] == [1, 7, 1]
+    assert [perplexity_run.segments_at_once(on_gpu, window, sizes) for window in (2048, 512, 2**15)] == [1, 7, 1]
 
 
 def test_steps_move_with_every_forward(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_steps_move_with_every_forward(folder: str, tmp_path: Path, monkeypatch:
 
         yield tell
 
-    monkeypatch.setattr(measure, "measuring", measuring)
+    monkeypatch.setattr(perplexity_run, "measuring", measuring)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     words = ["--text", str(tmp_path / "text.txt"), "--window", "24", "--tokens", "50", "--chunk", "5", "--details"]
     assert cli.main(["eval", "perplexity", folder, "--dtype", "float32", "--preset", "int8", *words]) == 0
@@ -192,11 +192,11 @@ def test_steps_move_with_every_forward(folder: str, tmp_path: Path, monkeypatch:
 
 
 def test_an_estimate_is_told_of_long_work(capsys: pytest.CaptureFixture[str]) -> None:
-    measure.tell_estimate(29.0, None)
+    perplexity_run.tell_estimate(29.0, None)
     assert capsys.readouterr().err == ""
-    measure.tell_estimate(90.0, None)
+    perplexity_run.tell_estimate(90.0, None)
     assert capsys.readouterr().err == "eval perplexity: about 1.5 minutes.\n"
-    measure.tell_estimate(600.0, time.monotonic() + 299.9)
+    perplexity_run.tell_estimate(600.0, time.monotonic() + 299.9)
     assert capsys.readouterr().err == "eval perplexity: about 10.0 minutes. What does not fit into 5.0 is left out.\n"
 
 
@@ -211,9 +211,9 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    original = measure.compare
-    monkeypatch.setattr(measure, "compare", compare)
-    monkeypatch.setattr(measure, "segments_at_once", lambda *_: 1)  # on a GPU, all fit into one forward
+    original = perplexity_run.compare
+    monkeypatch.setattr(perplexity_run, "compare", compare)
+    monkeypatch.setattr(perplexity_run, "segments_at_once", lambda *_: 1)  # on a GPU, all fit into one forward
     code, found, _ = run(capsys, folder, tmp_path)
     assert code == 130 and list(found["parts"]) == ["gate", "chunked 0", "summary"]
     code, found, error = run(capsys, folder, tmp_path)
@@ -235,7 +235,7 @@ def test_what_fails_the_run(
     def out_of_memory(*args: Any, **kwargs: Any) -> Any:
         raise OutOfMemory("int8")
 
-    monkeypatch.setattr(measure, "compare", out_of_memory)
+    monkeypatch.setattr(perplexity_run, "compare", out_of_memory)
     code, _, error = run(capsys, folder, tmp_path)
     assert code == 2 and "`--window` must fit into memory, got 24, too much for chunked, window 1" in error
     (tmp_path / "out.json").unlink()

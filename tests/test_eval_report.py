@@ -23,10 +23,10 @@ from hf_kvquant_evals import paired
 from hf_kvquant_evals.choices import MINUTES, REPORTED_PRESETS, SHORT_TOKENS, SHORT_WINDOW
 from hf_kvquant_evals.cli import evaluate
 from hf_kvquant_evals.cli.parsers import LIMIT
-from hf_kvquant_evals.perplexity import measure
+from hf_kvquant_evals.perplexity import perplexity_run
 from hf_kvquant_evals.report import page
 from hf_kvquant_evals.tasks.data import AVERAGED
-from hf_kvquant_evals.tasks.results import average_lines, averages, by_task_and_preset
+from hf_kvquant_evals.tasks.task_results import average_lines, averages, by_task_and_preset
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
 # lm-eval and its dependencies warn of each other.
@@ -130,7 +130,7 @@ def test_a_report_is_run_interrupted_and_resumed(
     folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
-    compare = measure.compare
+    compare = perplexity_run.compare
     calls: list[str] = []
 
     def counted(model: Any, ids: Any, configs: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def test_a_report_is_run_interrupted_and_resumed(
             raise KeyboardInterrupt
         return compare(model, ids, configs, **kwargs)
 
-    monkeypatch.setattr(measure, "compare", counted)
+    monkeypatch.setattr(perplexity_run, "compare", counted)
     code, _, error = run(capsys, folder, output, *short(text))
     assert code == 130 and "run the same command again to resume" in error
     assert "1 of 2 windows." in (output / page.PAGE).read_text(encoding="utf-8")  # there after the first window

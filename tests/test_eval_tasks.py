@@ -30,7 +30,7 @@ from hf_kvquant_evals.measuring.fidelity import Chunks, feed
 from hf_kvquant_evals.measuring.steps import read_as_single_steps
 from hf_kvquant_evals.tasks import data as task_files
 from hf_kvquant_evals.tasks import lm_eval_model
-from hf_kvquant_evals.tasks import measure as tasks
+from hf_kvquant_evals.tasks import task_run as tasks
 from hf_kvquant_evals.tasks.data import MODES
 from hf_kvquant_evals.tasks.lm_eval_model import KVQuantLM
 

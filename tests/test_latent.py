@@ -44,7 +44,7 @@ from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.tally import _log_fallback
 from hf_kvquant.upstream.releases import cache_of, with_cache
 from hf_kvquant_evals.perplexity.gate import Gate
-from hf_kvquant_evals.perplexity.measure import sizes_of
+from hf_kvquant_evals.perplexity.perplexity_run import sizes_of
 
 SERVED = [name for name in PRESETS if name not in ("none", "k8v4", "k4v2", "int2")]
 # The first layer has no experts, whose choice would turn a rounding into another token, and the second is unquantised.

@@ -62,7 +62,7 @@ class Junk(Offloader):
 def anywhere(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Layers are offloaded from the CPU, too."""
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
-    monkeypatch.setattr("hf_kvquant.cache.cache.Offloader", Junk)
+    monkeypatch.setattr("hf_kvquant.cache.kvquant_cache.Offloader", Junk)
     yield
 
 

@@ -17,7 +17,7 @@ from models import ReferenceCache, greedy, left_padded, logits
 from torch import Tensor
 
 from hf_kvquant import KVQuantCache, key_transforms, patched
-from hf_kvquant.cache.cache import KVQuantLayer
+from hf_kvquant.cache.kvquant_cache import KVQuantLayer
 from hf_kvquant.storage import padding
 from hf_kvquant.upstream.releases import cache_of, with_cache
 

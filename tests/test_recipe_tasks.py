@@ -22,12 +22,12 @@ from hf_kvquant.common.errors import UsageError
 from hf_kvquant.models.probing import forward
 from hf_kvquant.presets import UNQUANTIZED
 from hf_kvquant_evals.preparation import Subject
-from hf_kvquant_evals.recipes import measure, tasks
-from hf_kvquant_evals.recipes.cache import plain_cache, recipe_cache
+from hf_kvquant_evals.recipes import recipe_run, tasks
 from hf_kvquant_evals.recipes.catalogue import RECIPES
 from hf_kvquant_evals.recipes.interface import Recipe, Storage
 from hf_kvquant_evals.recipes.lm_eval_model import RecipesLM
-from hf_kvquant_evals.recipes.measure import fitting
+from hf_kvquant_evals.recipes.recipe_cache import plain_cache, recipe_cache
+from hf_kvquant_evals.recipes.recipe_run import fitting
 from hf_kvquant_evals.recipes.sample import layers_of_model
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
@@ -199,7 +199,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """JSON lines of some tasks, and a text."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # and afterwards whatever it was
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setattr(measure, "SAMPLE_TOKENS", 100)
+    monkeypatch.setattr(recipe_run, "SAMPLE_TOKENS", 100)
     for name, rows in ITEMS.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (tmp_path / "text.txt").write_text(models.SENTENCE * 8, encoding="utf-8")

@@ -37,19 +37,19 @@ from hf_kvquant_evals.recipes import (
     float4,
     kvarn,
     kvquant,
-    measure,
     needles,
     oscar,
     ours,
     polarquant,
     quality,
+    recipe_run,
     turboquant,
     uniform,
 )
-from hf_kvquant_evals.recipes.cache import GrowingLayer, TextLayer, recipe_cache, text_cache
 from hf_kvquant_evals.recipes.catalogue import RECIPES
 from hf_kvquant_evals.recipes.interface import Layer, Rope, Sample, Storage
-from hf_kvquant_evals.recipes.measure import fitting, prompts_of
+from hf_kvquant_evals.recipes.recipe_cache import GrowingLayer, TextLayer, recipe_cache, text_cache
+from hf_kvquant_evals.recipes.recipe_run import fitting, prompts_of
 from hf_kvquant_evals.recipes.sample import collected, layers_of_model, rope_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -587,7 +587,7 @@ def small(file: Path) -> list[object]:
 @pytest.fixture
 def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes learn from few tokens, which takes a fraction of the time."""
-    monkeypatch.setattr(measure, "SAMPLE_TOKENS", 400)
+    monkeypatch.setattr(recipe_run, "SAMPLE_TOKENS", 400)
 
 
 @pytest.mark.usefixtures("short_sample")

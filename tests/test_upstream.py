@@ -283,7 +283,7 @@ def test_a_command_that_cannot_be_imported_ends_in_a_line(
 
 
 def test_contracts_say_what_their_source_lacks() -> None:
-    contract = Contract("cache/cache.py", "transformers.cache_utils.Cache.update", mentions="no_such_name")
+    contract = Contract("cache/kvquant_cache.py", "transformers.cache_utils.Cache.update", mentions="no_such_name")
     assert contract.why_broken() == "has transformers.cache_utils.Cache.update without ['no_such_name']"
     assert Contract("", "transformers.no_such_module.x").why_broken() == "has no transformers.no_such_module.x"
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from ..cache.cache import KVQuantCache
 from ..cache.handle import KVHandle
+from ..cache.kvquant_cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
 from ..cache.support import check_layers
 from ..models.layers import layers_of

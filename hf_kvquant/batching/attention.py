@@ -34,7 +34,7 @@ from ..common.errors import UnknownCall
 from ..models.layers import layers_of
 from ..models.probing import evaluating, whole_cache
 from ..models.text_config import text_config_of
-from .cache import OF_BATCHES, PagedCache
+from .paged_cache import OF_BATCHES, PagedCache
 from .state_layers import OF_STATES, StateLayers, StateProbe, why_not_grouped
 from .support import STATE_TYPES, WHERE, Call
 

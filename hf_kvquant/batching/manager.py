@@ -35,10 +35,10 @@ from ..models.text_config import context_of, text_config_of
 from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
-from .cache import PagedCache, PagedLayer, check_room
 from .forwards import Wrapper, unwrap
 from .grammars import Grammars
 from .memory import CPU_SHARE
+from .paged_cache import PagedCache, PagedLayer, check_room
 from .rope import RopeByRequest
 from .runner import Runner, inputs_of, max_blocks_of, settle_graphs
 from .sampling import KEY, Sampling, reports

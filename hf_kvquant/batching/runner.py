@@ -35,8 +35,8 @@ from ..graphs.state_chunks import Sequences
 from ..models.rope import has_position_table
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of, past_of
-from .cache import PagedCache
 from .grammars import Grammars
+from .paged_cache import PagedCache
 from .sampling import choose, sampling_of
 
 logger = logging.getLogger(__name__)

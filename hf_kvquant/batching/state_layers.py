@@ -28,7 +28,7 @@ from ..graphs.state_steps import CONV, DELTA, takes_slots
 from ..graphs.state_steps import REPLACED as STEPS
 from ..upstream.releases import CACHE
 from .batch import Group
-from .cache import OF_BATCHES, PagedCache
+from .paged_cache import OF_BATCHES, PagedCache
 from .states import GroupLayer, SequencesLayer, StateLayout, StatePart
 
 # Methods of transformers' caches that layers with a state call. All of them are told the layer.

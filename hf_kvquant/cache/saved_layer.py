@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..spec.key_transform import KeyTransform
 from ..spec.planes import Planes
-from ..storage.checks import SERVED_DTYPES
 from ..storage.layer_store import LayerStore
 from ..storage.rows import Ring
 from ..storage.saved import held_planes, planned_bytes, planned_planes, restore
+from ..storage.token_checks import SERVED_DTYPES
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SERVED_DTYPES}
 _LARGEST = 2**31 - 1  # lengths are int32

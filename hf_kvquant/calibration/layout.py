@@ -29,7 +29,7 @@ from ..models.latent import LATENT_NORM, keeps_latents, latent_attentions
 from ..models.probing import hooked, in_float32
 from ..models.text_config import text_config_of
 from . import origins
-from .checks import check_decoder
+from .decoder_check import check_decoder
 from .origins import Output, Probe, Scalable, Source, differs_by_sample, one_for_one, random_samples, replaced
 
 

@@ -29,7 +29,7 @@ from ..models.adapters import is_adapter
 from ..models.probing import arbitrary_ids, forward, hooked
 from ..models.quantized import quantized_tensor
 from ..models.text_config import positions_of, text_config_of
-from .checks import check_decoder
+from .decoder_check import check_decoder
 
 # Which parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain
 # that is stored as its difference from 1 (Gemma).

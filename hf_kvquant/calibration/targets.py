@@ -22,8 +22,8 @@ from ..models.text_config import text_config_of
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import given_transforms
-from .checks import check_decoder
 from .choices import Mode as Mode
+from .decoder_check import check_decoder
 from .layout import LayerLayout, find_layouts, latent_layouts
 from .smoothing_file import Placement
 

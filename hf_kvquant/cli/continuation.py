@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..config import KVQuantConfig
 from ..models.probing import chunks_of, forward
 from ..patching import patched

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..upstream.releases import CACHE
 
 _METHOD = "prepare_inputs_for_generation"

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..upstream.releases import CACHE, MAKES_MASKS_FIRST
 
 logger = logging.getLogger(__name__)

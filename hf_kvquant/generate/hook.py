@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..attention.masks import num_pads
 from ..attention.registry import implementation_name, is_ours, set_attention
 from ..attention.unregistered import check_static
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..cache.support import check_layers
 from ..config import BACKEND, KVQuantConfig, is_like_backend
 from ..models.adapters import adapted, changed

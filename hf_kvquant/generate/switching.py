@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..models.rope import recomputes
 from ..upstream.releases import CACHE
 

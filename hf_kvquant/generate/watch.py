@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..models.parts import stand_ins
 from ..state import notes_on
 from ..upstream.releases import CACHE_NAMES

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..common.errors import NotCapturable
 from ..models.fingerprint import fingerprint
 from ..models.sharding import why_not_captured

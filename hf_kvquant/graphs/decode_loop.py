@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention.masks import is_bounds
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..state import notes_on
 from ..storage import rewind
 from ..upstream.releases import CACHE, with_cache

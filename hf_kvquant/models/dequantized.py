@@ -26,13 +26,12 @@ def dequantized_weight(linear: nn.Module, in_features: int, like: Tensor) -> Ten
     Returns:
         `[out_features, in_features]` like `like`; `None` if the layer computes something else.
     """
-    where = {"dtype": like.dtype, "device": like.device}
     with torch.inference_mode(False), torch.no_grad():
         weight = _multiplied_blocks(linear, like.dtype)
         if weight is None:
-            made = linear(torch.eye(in_features, **where))
+            made = linear(torch.eye(in_features, dtype=like.dtype, device=like.device))
             weight = made.to(like.dtype).t().contiguous()
-        sample = torch.randn(_SAMPLES, in_features, generator=torch.Generator().manual_seed(0)).to(**where)
+        sample = torch.randn(_SAMPLES, in_features, generator=torch.Generator().manual_seed(0)).to(like)
         expected, found = linear(sample).float(), (sample @ weight.t()).float()
         difference = torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(found)
     # Not a number counts as different.

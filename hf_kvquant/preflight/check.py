@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.support import kept_formats
-from ..calibration.checks import check_decoder
+from ..calibration.decoder_check import check_decoder
 from ..common.errors import CannotMeasure, did_you_mean
 from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig, LayerFormats

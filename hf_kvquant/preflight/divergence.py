@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
 from ..calibration.text import MIN_TOKENS, read_windows
 from ..common.errors import CannotMeasure

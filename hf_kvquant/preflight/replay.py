@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache.cache import KVQuantCache
+from ..cache.kvquant_cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
 from ..models.probing import hooked
 

@@ -32,7 +32,6 @@ from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout, Rows, Shape
 from ..spec.reference import transform_key
 from .buffers import Buffers, Sides, makes_lasting_tensors, moved
-from .checks import check_served, checked_transform, fits, refuse
 from .dealing import step_plan
 from .lengths import Count, LengthGroup, Lengths, Membership, count_of
 from .offloading import Offloaded, Offloader, check_home, check_not_captured
@@ -40,6 +39,7 @@ from .pool import BufferPool
 from .residency import Owned, Pooled
 from .rows import Linear, Ring
 from .tally import Tally, causal_pairs
+from .token_checks import check_served, checked_transform, fits, refuse
 from .unrolled import Unrolled, unroll
 
 

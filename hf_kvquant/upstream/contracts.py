@@ -90,7 +90,7 @@ CONTRACTS = (
     Contract("models/layers.py", "transformers.cache_utils.get_layer_types_and_kwargs", "config"),
     Contract("models/text_config.py", "transformers.PreTrainedConfig.get_text_config", "decoder"),
     Contract("cache/support.py", "transformers.PreTrainedConfig.per_layer_config"),
-    Contract("cache/cache.py", "transformers.cache_utils.Cache.update", "key_states value_states layer_idx"),
+    Contract("cache/kvquant_cache.py", "transformers.cache_utils.Cache.update", "key_states value_states layer_idx"),
     Contract("cache/layers.py", "transformers.cache_utils.DYNAMIC_LAYER_TYPE_MAPPING"),
     Contract("cache/layers.py", "transformers.cache_utils.STATIC_LAYER_TYPE_MAPPING"),
     Contract("attention/registry.py", f"{_MODEL}.set_attn_implementation", "attn_implementation"),
@@ -137,7 +137,7 @@ CONTRACTS = (
         "inputs generation_config",
     ),
     Contract(
-        "batching/cache.py",
+        "batching/paged_cache.py",
         f"{_LLAMA}.LlamaAttention.forward",
         mentions=f"{CACHE}.update( kwargs=kwargs **kwargs" if DO_MODELS_UPDATE_PAGES else "**kwargs",
     ),

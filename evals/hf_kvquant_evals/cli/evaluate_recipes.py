@@ -14,10 +14,10 @@ from hf_kvquant.cli import arguments, loading
 from hf_kvquant.common.errors import UsageError, did_you_mean
 
 from ..preparation import Subject
-from ..recipes import measure, picture, results
+from ..recipes import picture, recipe_run, recipe_tables
 from ..recipes.catalogue import RECIPES
 from ..recipes.interface import Recipe
-from ..tasks.measure import ready
+from ..tasks.task_run import ready
 from . import options
 from .loading import source_given
 
@@ -39,17 +39,17 @@ def run_recipes(args: argparse.Namespace) -> None:
     source, text = source_given(args)
     model, tokenizer = loading.load_placed(args)
     preparation = arguments.given(args, "inject_outliers", "inject_bias", "calibrate", "calibrate_for")
-    record = measure.measure(
+    record = recipe_run.measure(
         Subject(args.model, model, tokenizer, {}, **preparation),
         source,
         text,
         recipes,
-        measure.Options(**arguments.given(args, *(field.name for field in dataclasses.fields(measure.Options)))),
+        recipe_run.Options(**arguments.given(args, *(field.name for field in dataclasses.fields(recipe_run.Options)))),
         budgets=budgets,
         is_chosen=args.recipes is not None,
         output=args.output,
     ).to_dict()
-    results.show(Console(highlight=False), record)
+    recipe_tables.show(Console(highlight=False), record)
     if args.picture is not None:
         numbers = picture.numbers_of({record["settings"]["model"]: record})
         picture.draw(Path(args.picture).expanduser(), numbers)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_kvquant.cache.cache import KVQuantCache
+from hf_kvquant.cache.kvquant_cache import KVQuantCache
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.common.errors import is_out_of_memory
 from hf_kvquant.config import KVQuantConfig

@@ -26,8 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_kvquant.attention import unregistered as own_attention
 from hf_kvquant.attention.registry import call_previous, set_attention
 from hf_kvquant.attention.unregistered import SimulatingLayer
-from hf_kvquant.cache.cache import KVQuantCache
 from hf_kvquant.cache.handle import KVHandle, KVStep
+from hf_kvquant.cache.kvquant_cache import KVQuantCache
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.models.probing import arbitrary_ids, forward

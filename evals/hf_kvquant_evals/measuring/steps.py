@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_kvquant.cache.cache import KVQuantCache
+from hf_kvquant.cache.kvquant_cache import KVQuantCache
 from hf_kvquant.storage.rewind import expect_crops
 
 

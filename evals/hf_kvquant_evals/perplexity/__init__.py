@@ -1,1 +1,4 @@
-"""`hf-kvquant eval perplexity`: `segments.py` cuts a text, `gate.py` checks how it is fed, `measure.py` runs it all."""
+"""`hf-kvquant eval perplexity`.
+
+`segments.py` cuts a text, `gate.py` checks how it is fed, `perplexity_run.py` runs it all.
+"""

@@ -23,7 +23,7 @@ from hf_kvquant.preflight.divergence import divergence
 
 from ..measuring.fidelity import surprise
 from ..paired import mean_and_error
-from .cache import joint_cache, plain_cache
+from .recipe_cache import joint_cache, plain_cache
 
 SCORED_TOGETHER = 64  # tokens that the unquantised cache reads at a time
 FIRST_BUCKET = 128  # tokens of the first bucket of lengths; each later one is as long as all before it

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..tasks.batches import Row, Score, batches
 from ..tasks.scoring import Answer, Request, ScoringLM
-from .cache import States, begun, filled, plain_cache, states_of
+from .recipe_cache import States, begun, filled, plain_cache, states_of
 
 
 class RecipesLM(ScoringLM):

@@ -15,11 +15,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvquant.presets import UNQUANTIZED
 
-from ..long_context.measure import MIN_ACCURACY, ask, read_context
+from ..long_context.long_context_run import MIN_ACCURACY, ask, read_context
 from ..long_context.prompts import Prompt, Writer
 from ..paired import mean_and_error
-from .cache import Quantizers, filled, recipe_cache, states_of
 from .interface import Recipe
+from .recipe_cache import Quantizers, filled, recipe_cache, states_of
 
 TEST = "needle"
 DEPTHS = (10, 30, 50, 70)  # percent of the context; each prompt takes the next one

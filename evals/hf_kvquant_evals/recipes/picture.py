@@ -8,7 +8,7 @@ from typing import Any
 
 from ..records import Record
 from ..report.plots import MARKERS, PALETTE, label, picture
-from .results import rows_of
+from .recipe_tables import rows_of
 
 HEIGHT = 5.0  # inches of a panel
 TITLE = "Distance from the unquantised cache, by true bits"

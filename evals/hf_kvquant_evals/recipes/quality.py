@@ -13,10 +13,10 @@ from hf_kvquant.preflight.divergence import divergence
 
 from ..measuring.fidelity import Fidelity, surprise
 from ..measuring.simulation import simulated
-from ..perplexity.results import kld_of, of_segment
+from ..perplexity.perplexity_results import kld_of, of_segment
 from ..perplexity.segments import Segments
-from .cache import Quantizers, TextLayer, text_cache
 from .interface import Recipe
+from .recipe_cache import Quantizers, TextLayer, text_cache
 
 
 @torch.inference_mode()

@@ -15,8 +15,8 @@ from hf_kvquant.attention.observation import not_observed, observations
 from hf_kvquant.models.probing import forward, states_of_a_token
 from hf_kvquant.models.text_config import text_config_of
 
-from .cache import check_served
 from .interface import Layer, Rope, Sample
+from .recipe_cache import check_served
 
 SAME_TOKENS = 8  # a token that is repeated this often has the same key everywhere in the first layer, before RoPE
 CLOSE = 1e-2  # of the largest channel: undoing RoPE in 16 bits is this exact

@@ -28,10 +28,10 @@ from ..paired import average_and_error
 from ..preparation import Subject
 from ..records import RunRecord, measuring
 from ..tasks.data import load_tasks
-from ..tasks.measure import check_tokenizer, hashes_of, is_done
-from ..tasks.results import ACCURACIES, run
-from .cache import Quantizers, plain_cache, recipe_cache
+from ..tasks.task_results import ACCURACIES, run
+from ..tasks.task_run import check_tokenizer, hashes_of, is_done
 from .interface import Recipe, Storage
+from .recipe_cache import Quantizers, plain_cache, recipe_cache
 
 # What tasks ask of a model. Generated texts and whole texts have no continuation that reads a context.
 OUTPUT_TYPES = ("multiple_choice", "loglikelihood")

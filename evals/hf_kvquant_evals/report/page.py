@@ -31,10 +31,10 @@ from ..choices import CONTEXT
 from ..choices import OUTLIERS as OUTLIERS
 from ..choices import PLAIN as PLAIN
 from ..choices import TASKS as TASKS
-from ..perplexity.results import is_measured, passed, rows_of, windows_of
+from ..perplexity.perplexity_results import is_measured, passed, rows_of, windows_of
 from ..records import Record, read_record
 from ..tasks.data import AVERAGED
-from ..tasks.results import HEADINGS, LEGEND, Average, Part, averages, by_task_and_preset, cells
+from ..tasks.task_results import HEADINGS, LEGEND, Average, Part, averages, by_task_and_preset, cells
 from . import plots
 
 FILES = {PLAIN: "perplexity.json", OUTLIERS: "perplexity_outliers.json", TASKS: "tasks.json"}

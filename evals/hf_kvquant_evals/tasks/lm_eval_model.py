@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_kvquant import ops
 from hf_kvquant.attention.backends import without_cudnn
-from hf_kvquant.cache.cache import KVQuantCache
+from hf_kvquant.cache.kvquant_cache import KVQuantCache
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.common.progress import show_progress
 from hf_kvquant.config import DEFAULT_PRESET, KVQuantConfig

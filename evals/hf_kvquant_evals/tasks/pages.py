@@ -21,7 +21,7 @@ from hf_kvquant.upstream.releases import HAS_PAGES
 if HAS_PAGES:
     from transformers import ContinuousBatchingConfig
 
-    from hf_kvquant.batching.cache import blocks_for_tails
+    from hf_kvquant.batching.paged_cache import blocks_for_tails
 
 PAGE_SIZE = 128  # tokens: the least that there is, since most texts of tasks are short
 

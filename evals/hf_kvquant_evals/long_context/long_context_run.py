@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hf_kvquant.cache.cache import KVQuantCache
+from hf_kvquant.cache.kvquant_cache import KVQuantCache
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.common.errors import RefusedResult, UsageError
 from hf_kvquant.common.naming import sha256

@@ -23,7 +23,7 @@ from ..preparation import Subject
 from ..records import measuring, open_record
 from .data import MODES, check_data, checked_names, data_file, load_tasks
 from .pages import check_batched
-from .results import Part, evaluate, part_name
+from .task_results import Part, evaluate, part_name
 
 WHERE = "eval tasks"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_kvquant.cache.cache import KVQuantCache
+from hf_kvquant.cache.kvquant_cache import KVQuantCache
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.cache.support import formats_of
 from hf_kvquant.calibration.choices import CALIBRATED_PRESET
@@ -42,7 +42,7 @@ from ..measuring.simulation import why_not_simulated
 from ..preparation import Subject
 from ..records import RunRecord, measuring, open_record
 from .gate import Gate, mean
-from .results import of_segment, summarize
+from .perplexity_results import of_segment, summarize
 from .segments import FIRST_CHUNK, Segments, cut
 
 WHERE = "eval perplexity"

@@ -23,9 +23,9 @@ from ..perplexity.segments import FIRST_CHUNK, Segments, cut
 from ..preparation import Subject
 from ..records import RunRecord, measuring, open_record
 from . import drift, needles, quality, tasks
-from .cache import Quantizers, plain_cache, recipe_cache
 from .interface import Layer, Recipe
 from .ours import of_budget
+from .recipe_cache import Quantizers, plain_cache, recipe_cache
 from .sample import layers_of_model
 
 WHERE = "eval recipes"

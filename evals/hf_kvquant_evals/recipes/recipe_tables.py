@@ -11,7 +11,7 @@ from rich.console import Console
 from hf_kvquant.common.tables import or_dash, table_of, with_error
 
 from ..records import Record
-from .measure import SUMMARY
+from .recipe_run import SUMMARY
 
 # The columns behind the bits: what they show of a row, and its format.
 COLUMNS = {
