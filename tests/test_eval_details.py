@@ -11,6 +11,7 @@ import torch
 from hf_kvquant import KVQuantConfig, smooth_attention
 from hf_kvquant.calibration.smoothing import CONFIG_KEY
 from hf_kvquant.models.hashes import hash_of
+from hf_kvquant.models.latent import latent_attentions
 from hf_kvquant_evals.injection import inject_key_outliers
 from hf_kvquant_evals.perplexity import perplexity_results, perplexity_run
 from hf_kvquant_evals.perplexity.segments import Segments
@@ -75,6 +76,19 @@ def test_key_magnitudes_are_those_of_calibration(model: Any) -> None:
         assert len(layer["before"]) == 2 and max(map(max, layer["after"])) < max(map(max, layer["before"]))
     smooth_attention(model, tokenizer(), [TEXT], num_tokens=perplexity_run.CALIBRATION_TOKENS, window=64)
     assert perplexity_run.key_magnitudes(model, tokenizer(), TEXT, ids()) == {**found, "is_calibrated": True}
+
+
+def test_key_magnitudes_of_latents() -> None:
+    """The channels that are cached, of one head, and not those of the keys that are made of them."""
+    model, seen = models.build("minicpm3", **models.FAMILIES["minicpm3"].options), []
+    found = perplexity_run.key_magnitudes(model, tokenizer(), TEXT, ids())
+    for module in latent_attentions(model):
+        module.kv_a_layernorm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.no_grad():
+        model(ids())
+    for latent, layer in zip(seen, found["layers"].values(), strict=True):
+        torch.testing.assert_close(torch.tensor(layer["before"]), latent[0].abs().amax(0)[None], rtol=1e-3, atol=0)
+        assert len(layer["after"][0]) == model.config.kv_lora_rank
 
 
 def test_why_there_are_no_key_magnitudes(model: Any) -> None:

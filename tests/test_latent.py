@@ -588,3 +588,15 @@ def test_latents_without_a_kernel_are_measured(monkeypatch: pytest.MonkeyPatch) 
         greedy(model, left_padded(), 4, **with_cache(cache))
     # Each of 3 steps after a prompt of 9 tokens reads all tokens, itself included, in each layer and sequence.
     assert cache.pairs_dequantized == 3 * len(cache.layers) * (10 + 11 + 12)
+
+
+def test_chunks_that_are_expanded_are_counted() -> None:
+    """As a long question behind a text."""
+    model = models.family("minicpm3")
+    largest = largest_absorbed(next(latent_attentions(model)))
+    cache, tokens = KVQuantCache(model.config, "int8"), torch.randint(3, 90, (1, 16 + largest + 1))
+    with patched(model, "int8"), torch.no_grad():
+        model(tokens[:, :16], **with_cache(cache), use_cache=True)
+        model(tokens[:, 16:], **with_cache(cache), use_cache=True)
+    assert cache.pairs_dequantized == len(cache.layers) * sum(range(17, 16 + largest + 2))
+    assert not any(storage.tally.fallbacks for storage in cache.storages)

@@ -463,6 +463,9 @@ def test_rope_is_proved(family: str, is_known: bool) -> None:
 def test_models_that_do_not_fit_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="must attend to all tokens in every layer"):
         layers_of_model(models.family("gemma2"), None)
+    message = r"must keep keys and values of heads, .* MiniCPM3ForCausalLM, which keeps latents \(MLA\)\. Measure"
+    with pytest.raises(NotImplementedError, match=message):
+        layers_of_model(models.family("minicpm3"), None)
     small = layers_of_model(models.llama(head_dim=24), None)
     for name in ("kivi-2", "mxfp4", "nvfp4", "polarquant", "oscar-2"):
         with pytest.raises(NotImplementedError, match=f"{name}: `model` must have a head_dim"):

@@ -194,7 +194,12 @@ def _over_latents(
         make_mask = functools.partial(_mask_over, "sdpa", query, storage, mask)
         out = latent.attend_latent(module, query, storage, starts, make_mask, softmax_scale, is_causal=plain is None)
         return out, None
-    dense = step.dense(reason) if reason is not None else storage.dense_step()
+    if reason is not None:
+        dense = step.dense(reason)
+    else:
+        dense = storage.dense_step()
+        if storage.formats.is_quantized:
+            storage.note_dequantized(q_len)
     expanded = latent.expand(module, *dense)
     mask = _mask_over(prev, query, storage, mask)
     return call_previous(prev, module, query, *expanded, mask, dropout=dropout, scaling=scaling, **kwargs)

@@ -626,7 +626,7 @@ class LayerStore:
             self.tally.pairs_read += self.batch * causal_pairs(self.length, self.length - q_len, window)
 
     def note_dequantized(self, q_len: int) -> None:
-        """Count a step over latents that PyTorch attended to, dequantised, as nothing else was to be had."""
+        """Count a step over latents that PyTorch attended to, dequantised, as nothing else was to be had, or faster."""
         if not self.is_static and not torch.compiler.is_compiling():
             self.tally.pairs_dequantized += self.batch * causal_pairs(self.length, self.length - q_len)
 

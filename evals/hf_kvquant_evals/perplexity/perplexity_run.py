@@ -21,6 +21,7 @@ from hf_kvquant.cache.kvquant_cache import KVQuantCache
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.cache.support import formats_of
 from hf_kvquant.calibration.choices import CALIBRATED_PRESET
+from hf_kvquant.calibration.latent_search import collect_latents
 from hf_kvquant.calibration.search import collect
 from hf_kvquant.calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
 from hf_kvquant.cli.loading import source_of
@@ -28,6 +29,7 @@ from hf_kvquant.common.errors import UsageError
 from hf_kvquant.common.naming import sha256
 from hf_kvquant.common.progress import Tell
 from hf_kvquant.config import KVQuantConfig
+from hf_kvquant.models.latent import keeps_latents
 from hf_kvquant.models.probing import arbitrary_ids, forward
 from hf_kvquant.models.text_config import text_config_of
 from hf_kvquant.patching import patched
@@ -309,6 +311,8 @@ def key_magnitudes(
 ) -> dict[str, Any]:
     """The largest magnitude of each key channel over some tokens (`[1, tokens]` int64), before and after calibration.
 
+    Of models that keep latents (MLA), of each channel of a latent.
+
     The model is left as it was. If it is calibrated already, its own centres and factors are used, else those that
     calibrating on the text finds.
 
@@ -328,7 +332,10 @@ def key_magnitudes(
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return {"unmeasured": " ".join(str(error).split())}
     try:
-        keys = collect(model, [(ids.cpu(), torch.ones_like(ids.cpu()))], [layer.layer_idx for layer in result.layers])
+        windows = [(ids.cpu(), torch.ones_like(ids.cpu()))]
+        names = {layer.layer_idx: layer.name for layer in result.layers}
+        has_latents = keeps_latents(text_config_of(model))
+        keys = collect_latents(model, windows, names) if has_latents else collect(model, windows, names)
     finally:
         if not is_calibrated:
             unsmooth(model)

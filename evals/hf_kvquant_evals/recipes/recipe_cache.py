@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_kvquant.attention.unregistered import SimulatingLayer
 from hf_kvquant.cache.handle import KVHandle
 from hf_kvquant.config import KVQuantConfig
+from hf_kvquant.models.latent import keeps_latents
 from hf_kvquant.models.layers import layers_of
 from hf_kvquant.models.text_config import text_config_of
 from hf_kvquant.presets import UNQUANTIZED
@@ -34,6 +35,12 @@ States = Sequence[tuple[Tensor, ...]]
 
 def check_served(model: PreTrainedModel) -> None:
     """Refuse a model in which some layer does not keep all keys and values. Raises `NotImplementedError`."""
+    if keeps_latents(text_config_of(model)):
+        raise NotImplementedError(
+            f"recipes: `model` must keep keys and values of heads, which is what recipes quantise, got "
+            f"{type(model).__name__}, which keeps latents (MLA). Measure presets with 'hf-kvquant eval perplexity' "
+            "instead."
+        )
     kinds = set(layers_of(text_config_of(model))[0]) - {"full_attention"}
     if kinds:
         raise NotImplementedError(
