@@ -20,12 +20,13 @@ import pytest
 import tolerances
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from models import ReferenceCache, greedy, left_padded, logits
 from peft import LoraConfig, get_peft_model
 from test_preflight import text
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config, Kimi_K25VisionConfig
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditionalGeneration
@@ -100,6 +101,19 @@ def test_generate_features(config: str, feature: str) -> None:
 def test_presets(preset: str) -> None:
     config = {"preset": preset, "sink_length": 0, "residual_length": 0}
     models.check_against_reference(models.family("minicpm3"), config, left_padded())
+
+
+@pytest.mark.parametrize("config", ["none", "int8", "static"])
+def test_an_assistant(config: str) -> None:
+    """Its proposals are taken back from latents, where they are wrong.
+
+    The first ones come with the prompt and see it unquantised, so configs that cost more may have other tokens.
+    """
+    model, assistant, prompt = models.family("deepseek_v3"), models.build("llama", num_hidden_layers=1), left_padded(1)
+    expected = greedy(model, prompt, **with_cache(ReferenceCache(model.config, CONFIGS[config])))
+    with patched(model, CONFIGS[config]):
+        output = greedy(model, prompt, assistant_model=assistant)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -288,7 +302,14 @@ def of_a_class(model: Any, is_quantized: bool = False) -> Any:
     return model
 
 
+def offloaded(model: Any) -> Any:
+    for module in latent_attentions(model):
+        cpu_offload(module.kv_b_proj, execution_device=torch.device("cpu"))
+    return model
+
+
 EXPANDED = {
+    "offloaded": (offloaded, "kv_b_proj has hooks, so latents are expanded"),
     "parametrized": (parametrized, "kv_b_proj has a parametrization, so latents are expanded"),
     "replaced": (replaced, "kv_b_proj has a forward of its own, so latents are expanded"),
     "of a class": (of_a_class, "kv_b_proj is of the type test_latent.Squared, so latents are expanded"),
@@ -463,6 +484,12 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         "KVQuantCache: `key` and `value` must have one storage type in a layer that keeps latents (MLA), got int8 and "
         "int4: a latent is the key and the value of a token at once. Choose the preset int8, fp8 or int4.",
     ),
+    "k4v2": (
+        "k4v2",
+        ValueError,
+        "KVQuantCache: `key` and `value` must have one storage type in a layer that keeps latents (MLA), got int4 and "
+        "int2: a latent is the key and the value of a token at once. Choose the preset int8, fp8 or int4.",
+    ),
     "int2": (
         {"preset": "int8", "layers": {1: "int2"}},
         ValueError,
@@ -483,9 +510,19 @@ def test_refusals(case: str) -> None:
     assert not any("expand_kv" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    "model_type", sorted({"deepseek_v32", "axk2", "glm_moe_dsa", "dots3_note_text", "hy_v4"} & set(CONFIG_MAPPING))
-)
+PICK_TOKENS = {
+    "axk2",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm5_next_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "hy_v4_vl_text",
+    "mistral_large4_text",
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(PICK_TOKENS & set(CONFIG_MAPPING)))
 def test_models_that_pick_tokens_are_refused_whole(model_type: str) -> None:
     with pytest.raises(NotImplementedError) as raised:
         KVQuantCache(AutoConfig.for_model(model_type))
@@ -493,6 +530,16 @@ def test_models_that_pick_tokens_are_refused_whole(model_type: str) -> None:
         f"KVQuantCache: {model_type} selects the keys that it attends to, which attention over codes does not support. "
         "Leave the model unpatched."
     )
+
+
+@pytest.mark.parametrize("model_type", sorted({"deepseek_v32", "glm_moe_dsa"} & set(CONFIG_MAPPING)))
+def test_patch_refuses_models_that_pick_tokens(model_type: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, num_hidden_layers=1))
+    before = [dict(module.__dict__) for module in model.modules()]
+    with pytest.raises(NotImplementedError, match=f"{model_type} selects the keys that it attends to"):
+        hf_kvquant.patch(model, "int8")
+    assert [module.__dict__.keys() for module in model.modules()] == [each.keys() for each in before]
 
 
 def test_modules_of_another_form_are_refused() -> None:
