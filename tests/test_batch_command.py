@@ -632,6 +632,7 @@ def test_a_model_that_is_not_batched_is_told_before_lines_are_read(
     assert (
         f"error: batch: {batch.model} cannot be batched like this. init_continuous_batching: BloomForCausalLM " in error
     )
+    assert error.endswith(" Use hf-kvquant generate.\n") and "unpatch" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bloom", "in.jsonl"]
 
 

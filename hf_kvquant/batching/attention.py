@@ -36,7 +36,7 @@ from ..models.probing import evaluating, whole_cache
 from ..models.text_config import text_config_of
 from .paged_cache import OF_BATCHES, PagedCache
 from .state_layers import OF_STATES, StateLayers, StateProbe, why_not_grouped
-from .support import STATE_TYPES, WHERE, Call
+from .support import INSTEAD, STATE_TYPES, WHERE, Call
 
 
 def paged_name(prev: str) -> str:
@@ -121,7 +121,7 @@ def calls_of_a_token(model: Any, prev: str, state_dtype: torch.dtype | None) -> 
     finally:
         set_attention(model, before)
     if why_not is not None:
-        raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why_not}. Use generate, or unpatch the model.")
+        raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why_not}. {INSTEAD}")
     return probe.calls, layers
 
 
@@ -134,7 +134,7 @@ def _check_positions(model: nn.Module, logits: Tensor, moved: Tensor) -> None:
     if torch.equal(logits, moved):
         raise NotImplementedError(
             f"{WHERE}: {type(model).__name__} must take positions from `position_ids`, got a model that counts the "
-            "tokens of its cache, which holds those of all requests. Use generate, or unpatch the model."
+            f"tokens of its cache, which holds those of all requests. {INSTEAD}"
         )
 
 
@@ -201,8 +201,7 @@ def paged_attention(
         reason = latent.why_expanded(module, attention_mask)
     if reason is not None:
         raise NotImplementedError(
-            f"continuous batching: {type(module).__name__} cannot attend to pages of codes, since {reason}. "
-            "Use generate, or unpatch the model."
+            f"continuous batching: {type(module).__name__} cannot attend to pages of codes, since {reason}. {INSTEAD}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer_idx = module.layer_idx if layer_idx is None else layer_idx

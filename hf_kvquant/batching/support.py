@@ -35,7 +35,9 @@ from ..upstream.releases import (
 )
 
 WHERE = "init_continuous_batching"
-_INSTEAD = "Use generate, or unpatch the model."
+# What to do with a model that is not served: in Python, and with a command.
+INSTEAD = "Use generate, or unpatch the model."
+_INSTEAD_OF_COMMAND = "Use hf-kvquant generate."
 
 # Layers with a sliding window keep all of their tokens. Rings in pages of their own would need fewer, but transformers
 # takes the pages of all kinds of layers from sectors of the least common multiple of their bytes.
@@ -64,6 +66,11 @@ def check_version() -> None:
     check_release(WHERE, "batching")
 
 
+def for_command(error: Exception) -> str:
+    """What an error says, to somebody who has no model to unpatch."""
+    return str(error).replace(INSTEAD, _INSTEAD_OF_COMMAND)
+
+
 def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: ContinuousBatchingConfig) -> None:
     """Refuse what pages of codes do not serve, before anything is changed.
 
@@ -80,7 +87,7 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
     if why_not is not None:
         raise ValueError(f"{WHERE}: `model` must keep its cache, got a {type(model).__name__} {why_not}")
     for why in _reasons(model, config):
-        raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why} {_INSTEAD}")
+        raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why} {INSTEAD}")
     if model.device.type != "cuda" and (batching.use_async_batching or any(batching.cuda_graph_booleans)):
         raise NotImplementedError(
             f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False on a {model.device.type}, got True. "
@@ -186,7 +193,7 @@ def check_latents(model: PreTrainedModel) -> None:
     for module in latent_attentions(model):
         why_not = why_expanded(module, None)
         if why_not is not None:
-            raise NotImplementedError(f"{WHERE}: {type(model).__name__} {_without_pages(why_not)} {_INSTEAD}")
+            raise NotImplementedError(f"{WHERE}: {type(model).__name__} {_without_pages(why_not)} {INSTEAD}")
 
 
 def _without_pages(why_not: str) -> str:
@@ -216,13 +223,12 @@ def pages_of(
     if len(states) != num_layers:
         raise NotImplementedError(
             f"{WHERE}: every layer of {type(model).__name__} must have keys and values of its own, got "
-            f"{len(states)} of {num_layers}. Use generate, or unpatch the model."
+            f"{len(states)} of {num_layers}. {INSTEAD}"
         )
     if sorted(calls) != [(index, key.shape, value.shape) for index, (key, value) in states.items()]:
         raise NotImplementedError(
             f"{WHERE}: every layer of {type(model).__name__} must call the attention of transformers' registry once, "
-            "with the cache and with its keys and values as they are cached, got other calls. Use generate, or unpatch "
-            "the model."
+            f"with the cache and with its keys and values as they are cached, got other calls. {INSTEAD}"
         )
     pages, formats_by_layer = {}, formats_of(text_config_of(model), config)
     for index, (key, value) in states.items():

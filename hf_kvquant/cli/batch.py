@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..batching.grammars import Grammars
 from ..batching.sampling import SETTINGS
+from ..batching.support import for_command
 from ..calibration.smoothing_file import FILE_NAME
 from ..common.errors import Interrupted, RefusedRequest, RefusedResult, UsageError, is_out_of_memory
 from ..common.naming import model_name, sha256
@@ -255,7 +256,7 @@ def refusing(work: Work) -> Iterator[None]:
     try:
         yield
     except (ImportError, NotImplementedError, TypeError, ValueError) as error:
-        raise UsageError(f"{work.name} cannot be batched like this. {error}") from error
+        raise UsageError(f"{work.name} cannot be batched like this. {for_command(error)}") from error
 
 
 def too_large(kept: str) -> UsageError:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
-from ..batching.support import check_version
+from ..batching.support import check_version, for_command
 from ..common.errors import BadTemplate, ConfigDoesNotFit, UsageError, is_out_of_memory
 from ..common.progress import without_bars
 from ..config import KVQuantConfig
@@ -126,7 +126,7 @@ def started(args: argparse.Namespace, config: KVQuantConfig, batching: Continuou
 
 def not_served(args: argparse.Namespace, error: Exception) -> UsageError:
     """The error if a model, or a setting for it, is not served."""
-    return UsageError(f"{args.model} cannot be served like this. {error}")
+    return UsageError(f"{args.model} cannot be served like this. {for_command(error)}")
 
 
 def check_packages() -> None:
