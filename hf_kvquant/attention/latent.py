@@ -83,9 +83,11 @@ def _is_plain(projection: Any) -> bool:
     """What most are: a linear layer without a bias, whose weight is numbers. Each step asks, so it must be fast."""
     if type(projection) is not nn.Linear or projection._forward_hooks or projection._forward_pre_hooks:
         return False
-    if projection._buffers or projection._parameters.keys() - _PARAMETERS or "forward" in projection.__dict__:
+    if projection._buffers or projection._parameters.keys() - _PARAMETERS or projection.bias is not None:
         return False  # as in compressed-tensors, which keeps scales beside codes
-    return projection.bias is None and _rows(projection) is not None
+    rows = _rows(projection)
+    # Tensor parallelism puts a forward around that of the class, which has each rank compute its own rows.
+    return rows is not None and (rows is not projection.weight or "forward" not in projection.__dict__)
 
 
 def _rows(projection: Any) -> Tensor | None:

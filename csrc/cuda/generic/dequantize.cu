@@ -1,12 +1,12 @@
 // Dense keys and values for attention that no kernel serves, bit for bit as reference.dequantize_tokens. A lane has
 // eight channels of a few tokens at a time, so a warp has several rows side by side, and writes them without gaps.
 //
-// Of what a copy reaches, formats without key transforms reach 72 to 92 %, with them 47 to 58 % (H200, 2026-11,
-// evals/results/dequantize.json): a rotation takes some twelve instructions and four shuffles a channel, so a row of 128
-// channels takes 16 cycles to issue and 16 to shuffle (computed), and memory has the next row after 17. To rotate four
-// tokens together gave int8 60 % and int4 48 %. Channel scales reach 72 %. To load them together with the codes gave 66
-// % (ncu: multiprocessors 72 % busy, memory 47 %), to widen them once for all tokens as well 67 %: both take more
-// registers.
+// Of what a copy reaches, fp8 reaches 92 % without a transform, integers with rotated keys or values 40 to 57 % (H200,
+// 2026-11, evals/results/dequantize.json): a rotation takes some twelve instructions and four shuffles a channel, so a
+// row of 128 channels takes 16 cycles to issue and 16 to shuffle (computed), and memory has the next row after 17. To
+// rotate four tokens together gave int8 60 % and int4 48 %. Channel scales reached 72 % before values were rotated. To
+// load them together with the codes gave 66 % (ncu: multiprocessors 72 % busy, memory 47 %), to widen them once for all
+// tokens as well 67 %: both take more registers.
 #include <algorithm>
 
 #include "../common/codes.cuh"
