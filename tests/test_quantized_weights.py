@@ -368,6 +368,20 @@ def test_latents_are_absorbed(method: str, latent_folder: Path) -> None:
         assert torch.linalg.vector_norm(made - rounded_inputs) < limit * torch.linalg.vector_norm(rounded_inputs)
 
 
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ROUNDS_INPUTS])
+def test_latents_are_not_calibrated(method: str, latent_folder: Path) -> None:
+    model = METHODS[method](latent_folder)
+    models.greedy(model, models.left_padded())  # compressed-tensors decompresses weights
+    before = numbers_of(model)
+    with pytest.raises(NotImplementedError) as raised:
+        smooth_attention(model, models.tokenizer(), [30 * models.SENTENCE], "int8", num_tokens=512, window=64)
+    assert str(raised.value) == (
+        "smooth_attention: `model` must have a layer whose latents can be calibrated, got MiniCPM3ForCausalLM with "
+        "none (its kv_b_proj is quantised, so nothing can be folded into it). Leave it as it is."
+    )
+    assert all(torch.equal(now, then) for now, then in zip(numbers_of(model), before, strict=True))
+
+
 @pytest.mark.skipif(not DO_MODELS_UPDATE_PAGES, reason="attention gets keys and values made of latents")
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ROUNDS_INPUTS])
 def test_latents_in_pages(method: str, latent_folder: Path) -> None:

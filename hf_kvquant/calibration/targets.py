@@ -10,7 +10,7 @@ import dataclasses
 import logging
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.observation import not_observed, observations
@@ -18,6 +18,7 @@ from ..cache.support import formats_of, other_caches
 from ..config import KVQuantConfig
 from ..models.latent import keeps_latents, why_not_plain
 from ..models.probing import arbitrary_ids, in_float32, whole_cache
+from ..models.quantized import quantized_tensor
 from ..models.text_config import text_config_of
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
@@ -148,8 +149,10 @@ def _latent_targets(
         projection = model.get_submodule(layout.query.name)
         if index not in formats or not formats[index].is_quantized:
             left_out[index] = "its latents are not quantised"
-        elif type(projection) is not nn.Linear or projection.bias is not None:
-            left_out[index] = f"its kv_b_proj {why_not_plain(projection) or 'is quantised'}"
+        elif (why_not := why_not_plain(projection)) is not None:
+            left_out[index] = f"its kv_b_proj {why_not}"
+        elif quantized_tensor(projection) is not None:
+            left_out[index] = "its kv_b_proj is quantised, so nothing can be folded into it"
         elif has_factors:
             before = KeyTransform(is_rotated="rotate" in formats[index].transforms)
             targets[index] = Target(keys[index], formats[index].key, before, False, True, layout)
