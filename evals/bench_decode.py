@@ -429,8 +429,8 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
     names = without_factors(KVQuantConfig.from_preset(preset).transforms)
     timing = time_prompt(shape, preset, names, num_sets, replays)
     plain = time_prompt(shape, preset, (), num_sets, replays) if names else None
-    # PyTorch's copy of 170,192,384 bytes, a multiple of 512, took 1.5 times as long as one of 169,975,808, a multiple of
-    # 4,096 (H200, 2026-11).
+    # PyTorch's copy of 170,192,384 bytes, a multiple of 512, took 1.5 times as long as one of 169,975,808, a multiple
+    # of 4,096 (H200, 2026-11).
     copied = torch.empty(num_sets, 2, num_bytes // 2 // 4096 * 4096, dtype=torch.uint8, device=DEVICE)
     copied.view(torch.int32).random_(-(2**31), 2**31)
     copy = time_calls(lambda i: copied[i, 0].copy_(copied[i, 1]), num_sets, replays)
