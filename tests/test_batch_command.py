@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -619,6 +620,22 @@ def test_mistakes_leave_no_files(batch: Batch, more: list[str], told: str) -> No
     code, _, error = batch.run(*more)
     assert code == 2 and told in error and error.count("\n") == 1
     assert sorted(path.name for path in batch.source.parent.iterdir()) == ["in.jsonl"]
+
+
+def test_a_pipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be empty when it is read for answers. A pipe with a name would wait for a writer."""
+    named, (reading, writing) = tmp_path / "pipe", os.pipe()
+    os.mkfifo(named)
+    os.write(writing, b'{"prompt": "x"}')
+    os.close(writing)
+    for name in (str(named), f"/dev/fd/{reading}"):
+        assert cli.main(["batch", str(tmp_path), name, "--output", str(tmp_path / "out.jsonl")]) == 2
+        assert capsys.readouterr().err == (
+            f"hf-kvquant: error: batch: `IN` must be a file of JSON lines, which is read more than once, got {name}, a "
+            "pipe. Write the lines to a file first.\n"
+        )
+    os.close(reading)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_model_that_is_not_batched_is_told_before_lines_are_read(

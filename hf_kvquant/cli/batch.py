@@ -104,8 +104,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def checked_input(name: str) -> Path:
-    """The path of the input, which can be read."""
+    """The path of the input, which can be read more than once. A pipe would have no lines the second time."""
     path = Path(name).expanduser()
+    if path.is_fifo():
+        raise UsageError(
+            f"`IN` must be a file of JSON lines, which is read more than once, got {name}, a pipe. Write the lines to "
+            "a file first."
+        )
     try:
         with path.open("rb"):
             return path
