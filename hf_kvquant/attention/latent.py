@@ -33,8 +33,8 @@ from ..spec import reference
 from ..storage.layer_store import LayerStore
 
 _PARAMETERS = {"weight", "bias"}
-# By quantised `kv_b_proj`: what told that it is as it was, and its weight as numbers; `None` if there is none.
-_dequantized: WeakKeyDictionary[nn.Module, tuple[Any, Tensor | None]] = WeakKeyDictionary()
+# By `kv_b_proj` that is more than a weight: what tells that it is as it was, its weight as numbers, or why it has none.
+_dequantized: WeakKeyDictionary[nn.Module, tuple[Any, Tensor | None, str | None]] = WeakKeyDictionary()
 
 
 def patch(model: nn.Module, is_ours: Callable[[str | None], bool]) -> None:
@@ -71,7 +71,7 @@ def expand(module: Any, latent: Any, rope: Any) -> tuple[Tensor, Tensor]:
 def why_expanded(module: Any, mask: Tensor | None) -> str | None:
     """Why a step has to expand its latents, or `None` if attention can be absorbed."""
     if not _is_plain(module.kv_b_proj):
-        reason = why_not_plain(module.kv_b_proj) or _why_not_dequantized(module)
+        reason = _why_not_dequantized(module)
         if reason is not None:
             return f"kv_b_proj {reason}, so latents are expanded"
     if mask is not None and mask.ndim != 4:
@@ -98,17 +98,20 @@ def _rows(projection: Any) -> Tensor | None:
 
 def _why_not_dequantized(module: Any) -> str | None:
     """Make the weight of a quantised `kv_b_proj` if there is none, or another one by now. Why there is none, if so."""
-    if torch.compiler.is_compiling():
-        return "is quantised, and the step is compiled"
     projection = module.kv_b_proj
-    if any(hasattr(each, "placements") for each in projection.parameters()):
-        return "is divided among processes, and not in rows of numbers"
+    if torch.compiler.is_compiling():
+        return why_not_plain(projection) or "is quantised, and the step is compiled"
     state = fingerprint(projection, with_writes=True)
     known = _dequantized.get(projection)
     if known is None or known[0] != state:
-        like = getattr(module, LATENT_NORM).weight
-        known = _dequantized[projection] = state, dequantized_weight(projection, module.kv_lora_rank, like)
-    return "is quantised, and no matrix has its results" if known[1] is None else None
+        weight, reason = None, why_not_plain(projection)
+        if reason is None and any(hasattr(each, "placements") for each in projection.parameters()):
+            reason = "is divided among processes, and not in rows of numbers"
+        if reason is None:
+            weight = dequantized_weight(projection, module.kv_lora_rank, getattr(module, LATENT_NORM).weight)
+            reason = "is quantised, and no matrix has its results" if weight is None else None
+        known = _dequantized[projection] = state, weight, reason
+    return known[2]
 
 
 def largest_absorbed(module: Any) -> int:

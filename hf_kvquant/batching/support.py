@@ -15,7 +15,7 @@ from ..attention.latent import why_expanded
 from ..attention.registry import is_ours, is_upstream, not_upstream
 from ..cache.support import formats_of
 from ..config import KVQuantConfig
-from ..models.latent import keeps_latents, latent_attentions, why_not_plain
+from ..models.latent import keeps_latents, latent_attentions
 from ..models.layers import layers_of
 from ..models.probing import states_of_a_token, why_without_cache
 from ..models.sharding import why_not_captured
@@ -147,10 +147,6 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
                 f"keeps latents (MLA), whose pages need transformers {MODELS_UPDATE_PAGES_SINCE} or newer, got "
                 f"{VERSION}."
             )
-        for module in latent_attentions(model):
-            why_not = why_not_plain(module.kv_b_proj)
-            if why_not is not None:
-                yield _without_pages(f"kv_b_proj {why_not}, so latents are expanded")
     found = set(_types_of(model))
     if "sliding_attention" in found and not config.sliding:
         yield "is patched with sliding=False, but all layers share pages of codes. Patch it without."
@@ -193,11 +189,9 @@ def check_latents(model: PreTrainedModel) -> None:
     for module in latent_attentions(model):
         why_not = why_expanded(module, None)
         if why_not is not None:
-            raise NotImplementedError(f"{WHERE}: {type(model).__name__} {_without_pages(why_not)} {INSTEAD}")
-
-
-def _without_pages(why_not: str) -> str:
-    return f"keeps latents (MLA) that pages cannot serve: {why_not}."
+            raise NotImplementedError(
+                f"{WHERE}: {type(model).__name__} keeps latents (MLA) that pages cannot serve: {why_not}. {INSTEAD}"
+            )
 
 
 def pages_of(

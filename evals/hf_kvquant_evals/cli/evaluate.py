@@ -30,12 +30,11 @@ from hf_kvquant.models.probing import has_bfloat16_matmul
 from ..choices import MINUTES, SHORT_TOKENS, SHORT_WINDOW, TESTS
 from ..errors import CannotInject
 from ..long_context import long_context_run as long_context
-from ..perplexity import perplexity_results as perplexity_results
+from ..perplexity import perplexity_results
 from ..perplexity import perplexity_run as perplexity
 from ..records import RunRecord
 from ..report import page
-from ..tasks import data
-from ..tasks import task_results as task_results
+from ..tasks import data, task_results
 from ..tasks import task_run as tasks
 from . import options
 from .loading import load_subject, source_given
